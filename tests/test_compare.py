@@ -77,6 +77,22 @@ def test_two_stores_are_judged_by_the_tolerances_of_the_gate():
     assert judged(new, new).exit_status == 0
 
 
+def test_an_imbalance_is_shown_if_it_differs_and_is_not_compared_if_a_side_lacks_it():
+    old, new = (
+        stored(**{test: entry(metrics={"imbalance": ratio} if ratio else {}) for test, ratio in ratios.items()})
+        for ratios in (
+            {"test_a": 1.5, "test_b": 1.0, "test_c": 1.0, "test_d": None},
+            {"test_a": 1.5, "test_b": 1.01, "test_c": 1.25, "test_d": 1.5},
+        )
+    )
+    found = judged(old, new)
+    equal, near, grown, lacking = (row.changes[1] for row in found.rows)
+    assert [change.is_shown for change in (equal, near, grown)] == [False, True, True]
+    assert [change.outcome for change in (near, grown, lacking)] == [Outcome.OK, Outcome.REGRESSED, Outcome.NEW]
+    assert lacking.reason == "not compared: the old side has no value"
+    assert "| imbalance over ranks | 1.00 | 1.25 | +25.0 % | +2.0 % | " in markdown(found, "si")
+
+
 def test_another_workload_that_did_not_grow_is_stale_and_compares_nothing():
     found = judged(stored(test_a=entry()), stored(test_a=entry(workload=Workload("call", batch="int64[8]"))))
     assert (outcomes(found), found.exit_status) == ({"test_a": Outcome.STALE}, NOTHING_COMPARED)

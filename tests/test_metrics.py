@@ -13,6 +13,9 @@ from pytest_gpumem.measuring.measure.reading import Figures
 from pytest_gpumem.measuring.measure.settling import have_same_peaks
 from pytest_gpumem.plugin.config.marker import budget_from_arguments
 
+LIMITS = {"bytes": ("2 kB", 2000), "ratio": (1.2, 1.2)}
+"""For each unit of a metric with a budget, an argument of the marker and the limit that it sets."""
+
 
 def test_no_row_says_what_another_place_contradicts():
     for name, metric in METRICS.items():
@@ -20,13 +23,15 @@ def test_no_row_says_what_another_place_contradicts():
         assert type(metric) is (WholeMetric if whole else RealMetric), name
         assert getattr(Measurement, name) is metric
         # The schema of reports has this rule instead of names.
-        assert name.endswith(("_time", "throughput")) is not whole
-        assert metric.repeats <= whole, f"{name}: a clock's values are never the same"
+        assert name.endswith(("_time", "throughput", "imbalance")) is not whole
+        assert metric.repeats is not (metric.is_timed or name == "peak_reserved"), (
+            f"{name}: a clock's values are never equal"
+        )
         assert metric.unit == "bytes" or not metric.peak, f"{name}: the backend's workspaces are bytes"
         assert metric.is_counted_by_operator == (name in {field.name for field in fields(Counts)}), name
         if metric.budget is not None:
-            assert metric.unit == "bytes", name
-            assert budget_from_arguments({metric.budget: "2 kB"}).limits == {name: 2000}
+            given, limit = LIMITS[metric.unit]
+            assert budget_from_arguments({metric.budget: given}).limits == {name: limit}
 
 
 def test_one_metric_keeps_its_column_however_narrow_a_terminal_is():

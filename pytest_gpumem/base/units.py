@@ -196,6 +196,11 @@ def parse_seconds(text: str) -> float:
     return seconds
 
 
+def rounded(value: float) -> float:
+    """Return a number with four significant digits, as baselines store times, throughputs and ratios."""
+    return float(f"{value:.4g}")
+
+
 def format_bytes(count: int, system: UnitSystem = "si") -> str:
     """Return a size as text, for example ``"8.12 GB"``, in the largest unit in which the number is at least 1."""
     return _in_largest_unit(count, *SYSTEMS[system])
@@ -227,6 +232,11 @@ def format_ratio(ratio: float, large: str | None = None) -> str:
     if ratio < _HUNDREDFOLD or ratio == float("inf"):
         return f"{ratio * 100:+.1f} %"
     return f"{ratio + 1:,.0f} times" if large is None else large
+
+
+def format_factor(factor: float) -> str:
+    """Return a ratio between two values, with two decimals: ``"1.25"``."""
+    return f"{factor:,.2f}"
 
 
 def format_seconds(seconds: float) -> str:

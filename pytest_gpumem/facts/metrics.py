@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, overload
 
-Unit = Literal["bytes", "count", "seconds", "items/s"]
+Unit = Literal["bytes", "count", "ratio", "seconds", "items/s"]
 Shown = Literal["always", "if nonzero", "if changed", "in details"]
 Kind = Literal["memory", "work", "time", "throughput"]
 
@@ -29,7 +29,7 @@ class Tolerance:
     relative: float
     """The relative limit as a ratio of the baseline: 0.005 is 0.5 %."""
     absolute: float = 0.0
-    """The absolute limit in the metric's unit: bytes, seconds or calls."""
+    """The absolute limit in the metric's unit, for example bytes, seconds or calls."""
 
     def allowed(self, baseline: float) -> float:
         """Return the largest tolerated growth over the value ``baseline``, in the metric's unit."""
@@ -57,7 +57,8 @@ class Metric:
     precedence: int = 0
     """If several metrics of a measurement fail, the failure's headline names the metric with the lowest number here."""
     budget: str | None = None
-    """The marker's argument that limits the metric, for example ``max_memory``. Its value is a size such as ``"6.5 GB"``."""
+    """The marker's argument that limits the metric, for example ``max_memory``. The value is a size such as ``"6.5 GB"``, or a
+    number such as 1.2 for a ratio."""
     larger_is_better: bool = False
     peak: bool = False
     """True if the metric is a peak in bytes. A peak includes cuBLAS workspaces, and changes until steps have settled."""
@@ -95,12 +96,17 @@ class Metric:
     def kind(self) -> Kind:
         """The metric's kind, for the text of a failure.
 
-        For example, bytes are memory, and operator counts are work.
+        For example, bytes and ratios between bytes are memory, and operator counts are work.
         """
         if self.is_counted_by_operator:
             return "work"
         kinds: dict[Unit, Kind] = {"seconds": "time", "items/s": "throughput"}
         return kinds.get(self.unit, "memory")
+
+    @property
+    def is_timed(self) -> bool:
+        """True if the metric is a time, or is computed from a time."""
+        return self.kind in ("time", "throughput")
 
 
 class _HasMetrics(Protocol):
@@ -121,7 +127,7 @@ class WholeMetric(Metric):
 
 
 class RealMetric(Metric):
-    """A metric in seconds, or in items per second.
+    """A metric in seconds, in items per second, or a ratio.
 
     Reading it from a measurement, as in ``measurement.step_time``, returns a ``float``.
     """
@@ -147,6 +153,11 @@ _SPEED = Tolerance(relative=0.025)
 # The allocator reserves segments of up to 20 MiB. By chance, a step may find room in another tensor's segment. So a growth
 # by two such segments is tolerated, or less if both runs began with little room (`judging/gate/doubts.py`).
 _SEGMENTS = Tolerance(relative=0.02, absolute=2 * 20 * 2**20)
+
+# A peak may change by 0.5 % (`_EXACT`, `_EMULATED`). If one peak grows and another shrinks by 0.5 %, their ratio grows by
+# 1.01 %. So a ratio beyond 2 % needs a peak beyond its own tolerance. Only peaks below 6.5 MB are an exception, because the
+# 64 kB in `_EXACT` are more than 1 % of them.
+_TWO_PEAKS = Tolerance(relative=0.02)
 
 # The same code calls the same operators, unless another release of torch decomposes an operator differently.
 _COUNTED = Tolerance(relative=0.0)
@@ -248,6 +259,27 @@ class MetricAttributes:
     cyclic_garbage = WholeMetric("cyclic garbage", "bytes", _EXACT, shown="if nonzero", short="cycles", weight=3)
     """Bytes in reference cycles, which only Python's cyclic garbage collector frees. The collector is switched off during
     the measurement and runs after it."""
+
+    imbalance = RealMetric(
+        "imbalance over ranks",
+        "ratio",
+        _TWO_PEAKS,
+        short="imbalance",
+        weight=3,
+        precedence=1,
+        budget="max_imbalance",
+        decided_by=("emulated_cudnn",),
+        emulated=_TWO_PEAKS,
+    )
+    """The largest peak of any rank in a launched job, divided by the smallest peak of any rank. For example, it is 1.25 if
+    rank 0 has a peak of 4 GB and rank 1 has 5 GB. Only the measurement of a `gpumem.launch` has this metric, and only if at
+    least two ranks used a GPU.
+
+    Processes with the same ``RANK`` in their environments belong to the same rank. A rank's peak is the largest
+    `peak_allocated` of its processes on any GPU, because their sum would depend on whether they run at the same time. If
+    torchrun restarted the job, only the ranks of the last attempt count. A note names the ranks with the largest and the
+    smallest peak, unless the metric is 1. The metric also grows if the smallest peak shrinks.
+    """
 
     flops = WholeMetric(
         "FLOPs",

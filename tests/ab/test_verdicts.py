@@ -186,6 +186,17 @@ def test_bytes_that_vary_on_one_side_are_noted_and_the_closest_runs_are_compared
     assert report.rows[0].notes == ("peak allocated differs between the runs of base: 10.00 MB to 12.00 MB",)
 
 
+def test_an_imbalance_is_compared_by_the_closest_runs_and_its_variation_is_noted():
+    pairs = [
+        pair(measured("test_a", measurement(imbalance=base)), measured("test_a", measurement(imbalance=1.5)))
+        for base in (1.0, 1.001, 1.001, 1.0)
+    ]
+    report = compared(pairs)
+    figure = only_figure(report, "imbalance")
+    assert (figure.old, figure.new, figure.outcome) == (1.001, 1.5, Outcome.REGRESSED)
+    assert report.rows[0].notes == ("imbalance over ranks differs between the runs of base: by 0.001",)
+
+
 def test_how_many_segments_were_reserved_is_chance_and_not_told():
     pairs = [
         pair(measured("test_a", measurement(peak_reserved=reserved)), measured("test_a", measurement(peak_reserved=80)))

@@ -240,6 +240,20 @@ def test_what_an_entry_lacks_is_added_and_all_else_of_it_stays():
     assert entry == replace(stored, metrics={**stored.metrics, "retained": 7, "flops": 100, "syncs": 2})
 
 
+def test_an_imbalance_that_an_entry_lacks_is_added_without_another_change():
+    stored = stored_entry(peak_allocated=GB)
+    entry = written("new", stored, peak_allocated=GB, imbalance=1.667)
+    assert entry == replace(stored, metrics={"peak_allocated": GB, "imbalance": 1.667})
+    assert written("all", entry, peak_allocated=GB, imbalance=1.667) is None
+
+
+def test_an_imbalance_is_lowered_beside_a_regression_and_is_no_time():
+    stored = stored_entry(peak_allocated=GB, imbalance=1.5)
+    entry = written("improved", stored, peak_allocated=2 * GB, imbalance=1.25)
+    assert entry.metrics == {"peak_allocated": GB, "imbalance": 1.25}
+    assert written("all", stored, peak_allocated=2 * GB).metrics == {"peak_allocated": 2 * GB}
+
+
 def test_what_an_entry_lacks_is_added_beside_a_regression_which_stays():
     entry = written("new", stored_entry(peak_allocated=GB), peak_allocated=2 * GB, syncs=2)
     assert entry.metrics == {"peak_allocated": GB, "syncs": 2}

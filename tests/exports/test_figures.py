@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_gpumem.base.errors import ExportError
+from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome
 from pytest_gpumem.reporting.exports.figures import figures_of
 from tests.exports.values import CPU, H100, PEAK, TIMED, called, report, result, timed
 
@@ -47,6 +48,13 @@ def test_times_that_something_disturbed_are_left_out_and_the_reason_is_told():
     found = figures_of({"a.json": report(result("test_a", timed(invalid="another process on the GPU")))})
     assert [figure.metric for figure in found.figures] == ["peak_allocated", "retained", "flops"]
     assert found.summary == "3 figures of 1 test; times of 1 measurement left out (another process on the GPU)"
+
+
+def test_an_imbalance_is_exported_beside_times_that_something_disturbed():
+    verdict = timed(invalid="another process on the GPU")
+    verdict = replace(verdict, metrics=(*verdict.metrics, MetricVerdict("imbalance", Outcome.OK, 1.25)))
+    found = figures_of({"a.json": report(result("test_a", verdict))})
+    assert [(figure.metric, figure.value) for figure in found.figures][-1] == ("imbalance", 1.25)
 
 
 def test_only_the_metrics_that_were_asked_for_are_exported():

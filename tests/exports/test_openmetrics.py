@@ -52,6 +52,7 @@ def test_the_samples_of_a_family_stand_together_also_from_several_reports():
 def test_every_metric_can_be_written():
     families = parsed([figure("test_a", 1, name) for name in METRICS])
     assert list(families) == [family(metric) for metric in METRICS.values()]
+    assert families["gpumem_imbalance_ratio"].unit == "ratio"
 
 
 @pytest.mark.parametrize("name", ["quotes", "newlines", "controls", "surrogates", "json", "nothing", "long"])

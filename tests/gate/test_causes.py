@@ -297,6 +297,20 @@ def test_growth_without_a_line_is_put_down_to_packages_or_a_budget_or_unexplaine
     ]
 
 
+def test_an_imbalance_is_a_growth_of_its_own_only_if_no_peak_grew():
+    imbalance = MetricVerdict("imbalance", Outcome.REGRESSED, 1.25, 1.0, 0.02)
+    peak = MetricVerdict("peak_allocated", Outcome.REGRESSED, 12 * MB, 10 * MB, 0)
+    alone = TestVerdict("test_it.py", "test_a", (verdict(imbalance),))
+    beside = TestVerdict("test_it.py", "test_b", (verdict(peak, metrics=(imbalance,)),))
+    lines = regressed("test_c", (SCORES, 5 * MB)), regressed("test_d", (SCORES, 5 * MB))
+    found = causes_of([alone, beside, *lines])
+    assert [(share.growth.metric, share.amount) for share in found.unexplained] == [
+        ("imbalance", 0.25),
+        ("peak_allocated", 2 * MB),
+    ]
+    assert "imbalance over ranks +0.25" in cause_notes(found, "si")[0]
+
+
 def test_a_line_says_which_packages_differ_in_all_of_its_tests():
     (cause,) = causes_of([regressed(name, (SCORES, MB), packages="1.0") for name in ("test_a", "test_b")]).causes
     assert (cause.kind, cause.packages) == ("line", ("lib 2.0, was 1.0",))

@@ -41,7 +41,7 @@ def stored(environment=H100, workload=TRAIN, **metrics) -> Baseline:
     return Baseline(workload, environment, metrics, "2026-11-02", "abc1234")
 
 
-def judged(measurement, baseline=None, **budget: int) -> Verdict:
+def judged(measurement, baseline=None, **budget: float) -> Verdict:
     """The verdict with the default tolerances; ``budget`` is the most of each metric."""
     return with_changes(judge(measurement, Budget(budget), baseline, DEFAULT_TOLERANCES), baseline)
 
@@ -308,6 +308,59 @@ def test_what_grew_with_another_workload_is_told():
     now = replace(measured(workload=LARGER, peak_allocated=2 * GB), explanation=Explanation(NOW))
     then = replace(stored(peak_allocated=GB), composition=THEN)
     assert judged(now, then).difference == difference(THEN, NOW)
+
+
+# Imbalance over ranks
+
+JOB, PROCESS = Workload("launch"), Workload("process")
+
+
+@pytest.mark.parametrize(
+    ("now", "outcome"),
+    [(1.0, Outcome.IMPROVED), (1.24, Outcome.OK), (1.275, Outcome.OK), (1.276, Outcome.REGRESSED)],
+)
+def test_imbalance_may_grow_by_two_percent(now, outcome):
+    earlier = stored(workload=JOB, peak_allocated=GB, imbalance=1.25)
+    assert outcome_of(measured(workload=JOB, imbalance=now), baseline=earlier, metric="imbalance") is outcome
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(6_500_000, 80 * GB), min_size=2, max_size=4), st.data())
+def test_ranks_whose_peaks_are_ok_have_an_imbalance_that_is_ok(peaks, data):
+    tolerance = METRICS["peak_allocated"].tolerance
+    changes = [int(tolerance.allowed(peak)) for peak in peaks]
+    current = [peak + data.draw(st.integers(-most, most)) for peak, most in zip(peaks, changes, strict=True)]
+    before, now = (float(f"{max(ranks) / min(ranks):.4g}") for ranks in (peaks, current))
+    one = measured(workload=JOB, peak_allocated=GB, imbalance=now)
+    earlier = stored(workload=JOB, peak_allocated=GB, imbalance=before)
+    assert outcome_of(one, baseline=earlier, metric="imbalance") is Outcome.OK
+
+
+def test_a_job_with_an_older_baseline_is_new_in_its_imbalance_and_passes_a_gate():
+    now = measured(workload=JOB, peak_allocated=GB, imbalance=1.5)
+    verdict = judged(now, stored(workload=JOB, peak_allocated=GB))
+    assert [metric.outcome for metric in verdict.metrics] == [Outcome.OK, Outcome.NEW]
+    assert verdict.of("imbalance").reason.endswith("has no imbalance over ranks; --gpumem-update=new adds it")
+    test = TestVerdict("test_it.py", "test_job", (verdict,))
+    assert not failing_outcomes(test, strict=False, compares=True, accepts=frozenset())
+
+
+def test_a_job_that_no_longer_has_ranks_says_that_its_imbalance_is_not_compared():
+    now = measured(workload=JOB, peak_allocated=GB)
+    verdict = judged(now, stored(workload=JOB, peak_allocated=GB, imbalance=1.5))
+    assert verdict.measurement.notes == (
+        "not compared: imbalance over ranks, which the baseline has, could not be measured",
+    )
+
+
+def test_a_budget_limits_the_imbalance_of_a_job_and_says_where_it_limits_nothing():
+    job = judged(measured(workload=JOB, peak_allocated=GB, imbalance=1.21), imbalance=1.2)
+    assert job.of("imbalance") == MetricVerdict("imbalance", Outcome.OVER_BUDGET, 1.21, budget=1.2)
+    process = judged(measured(workload=PROCESS, peak_allocated=GB), imbalance=1.2)
+    assert process.measurement.notes == ()
+    assert judged(measured(peak_allocated=GB), imbalance=1.2).measurement.notes == (
+        "max_imbalance = 1.20 has no effect: only a launched job with at least two ranks has imbalance",
+    )
 
 
 # Growth per step

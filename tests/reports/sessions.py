@@ -7,6 +7,7 @@ from typing import Any
 
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Holder, Row
+from pytest_gpumem.facts.values.gpu_use import GpuProcess, GpuUse
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.module_calls import Calls
 from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally, from_texts, to_texts
@@ -138,7 +139,17 @@ def everything(text: str) -> SessionReport:
     cell = Cell(text, text, 1)
     location = Location(text, 7)
     failing = TestVerdict(
-        text, text, (verdict, verdict), None, relations=2, cell=cell, location=location, failure=text, accept=text
+        text,
+        text,
+        (verdict, verdict),
+        None,
+        relations=2,
+        cell=cell,
+        location=location,
+        failure=text,
+        accept=text,
+        gpu_uses=(GpuUse(text, (GpuProcess(7, 8, text), GpuProcess(9)), True, 10),),
+        jobs_beside_torch={text: 11},
     )
     results = (
         TestResult(failing, passed=False, failed=True, failed_in="teardown"),

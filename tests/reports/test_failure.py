@@ -28,6 +28,7 @@ from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.failure import accept_command, bisect_command, failure_text, measured_section
 from pytest_gpumem.reporting.reports.layout import Screen
+from tests.pages import output
 
 unhurried = settings(deadline=None)
 
@@ -142,6 +143,40 @@ def test_a_regression_of_one_of_several_gpus_names_it_and_shows_the_others():
           accept:   pytest "tests/test_gpt.py::test_train[amp-bf16]" --gpumem-update=all
         """
     )
+
+
+IN_THE_GUIDE = output("docs/guide/servers-and-launched-jobs.md", "In launch: GPU memory regressed")
+RANKS = "train.py rank 1 has the largest peak of all ranks, 5.00 GB, and train.py rank 0 the smallest, 4.00 GB"
+
+
+def test_ranks_that_are_no_longer_balanced_are_named_with_their_bytes():
+    def job(second: int, imbalance: float) -> Measurement:
+        by_device = {
+            gpu: {"peak_allocated": nbytes, "peak_reserved": nbytes + GB // 5}
+            for gpu, nbytes in (("cuda:0", 4 * GB), ("cuda:1", second))
+        }
+        one = measured("launch", notes=(RANKS,), **by_device["cuda:1"], imbalance=imbalance)
+        return replace(one, by_device=by_device)
+
+    grown, even = job(5 * GB, 1.25), job(4 * GB, 1.0)
+    rank_0 = measured("launch: train.py rank 0", peak_allocated=4 * GB)
+    earlier = replace(stored(**even.metrics), by_device=even.by_device)
+    text = text_of((grown, Budget(), earlier), (rank_0, Budget(), stored(peak_allocated=4 * GB)))
+    assert text.startswith(f"{IN_THE_GUIDE.text.strip()}\n")
+
+
+def test_ranks_over_their_budget():
+    now = measured("launch", notes=(RANKS,), imbalance=1.25)
+    text = text_of((now, Budget({"imbalance": 1.2}), None))
+    assert text.startswith("GPU memory over budget: imbalance over ranks 1.25, budget 1.20: +4.2 %\n")
+
+
+def test_an_imbalance_that_shrank_with_another_cudnn_is_not_said_to_be_worse():
+    now, then = (Environment(H100.slug, H100.device, {"emulated_cudnn": release}) for release in ("9.21.0", "9.20.0"))
+    compared = measured(environment=now, imbalance=1.0), Budget(), stored(then, imbalance=1.25)
+    text = text_of(compared, strict=True)
+    assert text.startswith("GPU memory is not comparable: imbalance over ranks 1.00, baseline 1.25: -20.0 %")
+    assert "emulated_cudnn was 9.20.0, now 9.21.0, which can change bytes without a code change" in text
 
 
 def test_why_a_baseline_was_accepted_stands_below_it_in_one_harmless_line():

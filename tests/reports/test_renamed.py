@@ -122,6 +122,15 @@ def test_a_test_that_moved_to_another_file_under_its_name_is_a_candidate():
     assert (one.file, one.metrics[0].outcome) == ("a.py", Outcome.REGRESSED)
 
 
+def test_a_renamed_job_whose_ranks_are_no_longer_balanced_has_grown():
+    peaks = {"peak_allocated": MB}
+    old = replace(entry(MB), metrics={**peaks, "imbalance": 1.0})
+    job = Measurement("call", Workload("call"), H100, {**peaks, "imbalance": 1.25})
+    key, old_key = (Key("a.py", name, "call") for name in ("test_b", "test_a"))
+    (candidate,) = candidates_of(key, job, [(old_key, old)], DEFAULT_TOLERANCES)
+    assert [(metric.metric, metric.outcome) for metric in candidate.metrics] == [("imbalance", Outcome.REGRESSED)]
+
+
 def test_the_candidates_with_the_nearest_names_are_kept():
     many = [(Key("a.py", f"test_{number:03}", "call"), entry(MB)) for number in range(100)]
     measurement = Measurement("call", Workload("call"), H100, {"peak_allocated": MB})

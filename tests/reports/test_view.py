@@ -35,6 +35,7 @@ OTHER = result(measured(peak(Outcome.OK)), test="test_z")
             TestResult(replace(BROKEN, unmeasured="the test itself failed"), False, True, "call"),
             "The test itself failed",
         ),
+        (TestResult(replace(BROKEN, unmeasured="no step was seen"), False, True, "call"), "No step was seen"),
         (replace(TORN, failed_in="subtest"), "A subtest failed"),
         (replace(TORN, failed_in="teardown"), "Its tear-down failed"),
         (replace(TORN, failed_in="worker"), "The process that ran it crashed"),
@@ -42,7 +43,17 @@ OTHER = result(measured(peak(Outcome.OK)), test="test_z")
         (replace(OVER, failed_in="teardown"), "GPU memory over budget: peak 9.31 GB"),
         (None, "The test was selected, but did not finish"),
     ],
-    ids=["set-up", "itself", "subtest", "tear-down", "worker", "budget", "budget and tear-down", "not run"],
+    ids=[
+        "set-up",
+        "itself",
+        "not measured",
+        "subtest",
+        "tear-down",
+        "worker",
+        "budget",
+        "budget and tear-down",
+        "not run",
+    ],
 )
 def test_every_format_gives_the_same_reason_for_a_failure(result, why):
     not_run = () if result is not None else (("tests/test_gpt.py", "test_a"),)

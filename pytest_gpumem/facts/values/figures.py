@@ -30,7 +30,7 @@ CountedMetric = Annotated[
         {"type": "string", "description": "The name of a metric that counts operators."},
     ),
 ]
-_NOT_WHOLE = "^(.+_time|throughput)$"
+_NOT_WHOLE = "^(.+_time|throughput|imbalance)$"
 """A pattern for the metrics that are not in bytes or counts. The schema names no metric, because a later version may have
 more."""
 _PEAK = "peak_allocated"

@@ -2,8 +2,8 @@
 
 A store file contains the baselines of a single test file on a single device. Its entries are sorted, so equal entries have
 equal text. The table for a measurement is ``tests.<node id without the file>.<name of the measurement>``. The node id does not
-contain pytest-xdist's ``@group``. Bytes and counts are integers. Times are in seconds, with four digits. A store file has at
-most 34 MB. A key has at most 16 parts, separated by dots.
+contain pytest-xdist's ``@group``. Bytes and counts are integers. Times are in seconds. Times and ratios have four digits. A
+store file has at most 34 MB. A key has at most 16 parts, separated by dots.
 
 A step on several GPUs has an additional table for each GPU. The name of the table and its ``step`` contain the device::
 
@@ -62,7 +62,7 @@ _COMPOSITION_PEAK = "composition_peak"
 """The key for the peak of the step that the composition describes, if another step has a higher peak."""
 _COMPOSITION = ("composition", _COMPOSITION_PEAK, "phase", "other_phases", "recomputed", *_GRAPH)
 _RUNS = ("step_times", "step_cycles")
-_BYTES = ("workspaces", "unused_before")
+_BYTES = ("workspaces", "unused_before", "gained_before")
 _STEP_PEAKS = "step_peaks"
 _PACKAGES = "packages"
 _AT = {f"{metric}_at": metric for metric in MADE_OF_OPERATORS}
@@ -88,6 +88,7 @@ ENTRY_KEYS = {
     "this key, sessions on other devices know that the test is measured on this device.",
     "workspaces": "`Measurement.workspaces`. Only on CUDA, and absent in entries from older versions.",
     "unused_before": "`Measurement.unused_before`. Only on CUDA, and absent in entries from older versions.",
+    "gained_before": "`Measurement.gained_before`. Absent for 0.",
     _STEP_PEAKS: "The peak of each step in bytes, in order, if the peaks differ. `peak_allocated` is the highest of them.",
     "step_times": "The step time in each of the last accepted runs, the latest last: the median over the run's steps, in "
     "seconds. `step_time` is the median of these times. Only times from the same `machine` are compared. Absent if other "

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.operator_counts import without_places
 from pytest_gpumem.judging.gate.baseline import Baseline, Key, NoBaseline, with_runs
 from pytest_gpumem.judging.gate.one_sided import may_be_added
@@ -116,6 +116,8 @@ def _lowered(earlier: Baseline, entry: Baseline, verdict: Verdict) -> Baseline |
         workspaces=of_peak.workspaces,
         # `unused_before` must come from the same run as `peak_reserved`, because it decides the tolerance for this metric.
         unused_before=(entry if "peak_reserved" in better else earlier).unused_before,
+        # `gained_before` must come from the same run as the metrics that are compared by it.
+        gained_before=(entry if "retained" in better else of_peak).gained_before,
         by_operator=_tallies_of(unchanged, earlier.by_operator) | _tallies_of(better, entry.by_operator),
         by_device=_lowered_by_device(earlier, entry, better),
         step_peaks=of_peak.step_peaks,
@@ -231,15 +233,11 @@ def _better_placed(entry: Baseline, earlier: Baseline) -> dict[str, tuple[Tally,
 
 def _with_times_of(source: Baseline, entry: Baseline) -> Baseline:
     """Return ``entry`` with the runs and times from ``source`` only, or without times if the machines differ."""
-    metrics = {name: value for name, value in entry.metrics.items() if not _is_time(name)}
+    metrics = {name: value for name, value in entry.metrics.items() if not METRICS[name].is_timed}
     if not _same_machine(source, entry):
         return replace(entry, metrics=metrics, runs=None)
-    times = {name: value for name, value in source.metrics.items() if _is_time(name)}
+    times = {name: value for name, value in source.metrics.items() if METRICS[name].is_timed}
     return replace(entry, metrics={**metrics, **times}, runs=source.runs)
-
-
-def _is_time(metric: str) -> bool:
-    return METRICS[metric].unit not in WHOLE
 
 
 def _has_changed_speed(verdict: Verdict) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.base.units import rounded
 from pytest_gpumem.facts.measurement import largest
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.facts.values.composition import without_callers
@@ -30,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The limits for a test: bytes, throughput, peak growth and slowdown. ``None`` means no limit."""
+    """The limits for a test: bytes, ratios, throughput, peak growth and slowdown. ``None`` means no limit."""
 
-    limits: Mapping[str, int] = field(default_factory=dict)
-    """Limits in bytes, by metric."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """Limits by metric, in the metric's unit: bytes, or a ratio."""
     tolerance: float | None = None
     """The allowed `peak_allocated` growth over the baseline, instead of the metric's tolerance (0.02 is 2 %)."""
     max_slowdown: float | None = None
@@ -93,6 +94,8 @@ class Baseline:
     unused_before: int | None = None
     """The allocator's unused bytes when the step began (`Measurement.unused_before`); ``None`` whenever ``workspaces`` is
     ``None``."""
+    gained_before: int | None = None
+    """The bytes that a process had gained before the measurement began (`Measurement.gained_before`); ``None`` for 0."""
     step_peaks: tuple[int, ...] = ()
     """Each step's peak in order, in bytes, if the peaks differ. ``peak_allocated`` is the highest peak."""
     step_peaks_by_device: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -114,7 +117,7 @@ class Baseline:
         return any(tally.place != NOWHERE for tallies in self.by_operator.values() for tally in tallies)
 
     def has_same_figures(self, other: Baseline) -> bool:
-        """Return whether this baseline and ``other`` have the same workload, bytes and counts."""
+        """Return whether this baseline and ``other`` have the same workload, bytes, counts and ratios."""
         return self.workload == other.workload and _repeating(self) == _repeating(other)
 
     def on(self, device: str, current: Mapping[str, Mapping[str, int]]) -> Baseline:
@@ -161,6 +164,7 @@ class Baseline:
             # adding them changes the tolerance.
             and (other.workspaces is not None or self.workspaces is None)
             and (other.unused_before is not None or self.unused_before is None)
+            and self.gained_before == other.gained_before
             # Sessions on other devices find the test's baselines by the named device, so it must be up to date.
             and self.named_device == other.named_device
         )
@@ -185,7 +189,7 @@ def baseline_of(
 ) -> Baseline:
     """Return the baseline for an accepted measurement.
 
-    The step time and the throughput are rounded to four significant digits, and the times in ``runs`` to five.
+    Times, the throughput and ratios are rounded to four significant digits, and the times in ``runs`` to five.
 
     Args:
         measurement: The accepted measurement.
@@ -232,6 +236,7 @@ def baseline_of(
         else {phase: without_callers(composition) for phase, composition in kept_explanation.other_phases.items()},
         workspaces=measurement.workspaces if "peak_reserved" in metrics else None,
         unused_before=measurement.unused_before if "peak_reserved" in metrics else None,
+        gained_before=measurement.gained_before or None,
         step_peaks=_differing(measurement.step_peaks),
         step_peaks_by_device={
             device: peaks
@@ -269,11 +274,6 @@ def with_runs(runs: Runs, entry: Baseline) -> Baseline:
     if "throughput" in entry.metrics:
         times["throughput"] = rounded(entry.metrics["throughput"] * entry.metrics["step_time"] / step_time)
     return replace(entry, runs=runs, metrics={**entry.metrics, **times})
-
-
-def rounded(time: float) -> float:
-    """Return a time or a throughput with four significant digits, as reports show it."""
-    return float(f"{time:.4g}")
 
 
 def _repeating(entry: Baseline) -> dict[str, dict[str, float]]:

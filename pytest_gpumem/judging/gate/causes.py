@@ -244,7 +244,7 @@ def _fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     Examples are a slower step, a budget without a cause, or more operators at an unrelated line.
     """
     failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
-    if any(METRICS[name].kind in ("time", "throughput") for name in failing):
+    if any(METRICS[name].is_timed for name in failing):
         return True
     # A budget explains only its own metric. A line or a package may make other metrics grow as well.
     if any(cause.kind == "budget" for cause in causes):

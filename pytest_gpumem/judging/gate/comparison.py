@@ -66,6 +66,12 @@ class Comparison:
         return self.baseline.metrics.get(metric.name, metric.value_if_absent)
 
     @property
+    def gained_further(self) -> int:
+        """The bytes that a process had gained before this measurement, minus its bytes before the baseline's measurement."""
+        baseline = None if self.baseline is None else self.baseline.gained_before
+        return self.measurement.gained_before - (baseline or 0)
+
+    @property
     def peaks(self) -> tuple[int, ...]:
         """The peak of each step, or a single peak if all are equal or unknown."""
         return self._peaks(self.measurement.step_peaks.repeated, self.measurement.metrics)

@@ -281,10 +281,14 @@ def _alike(row: Row) -> tuple[str, ...]:
 
 
 def _first_of_each_kind(memory: Sequence[str]) -> list[str]:
-    """Return the first metric in ``memory`` for kept bytes, the first metric for peaks, and the first metric for garbage."""
+    """Return the first metric in ``memory`` for kept bytes, the first metric for peaks, and the first metric for garbage.
+
+    A ratio between peaks counts as a peak, so it is left out if a peak grew as well.
+    """
     first: dict[object, str] = {}
     for name in memory:
-        first.setdefault("kept" if name in KEPT_METRICS else METRICS[name].peak or name, name)
+        is_of_peaks = METRICS[name].peak or METRICS[name].unit == "ratio"
+        first.setdefault("kept" if name in KEPT_METRICS else is_of_peaks or name, name)
     return list(first.values())
 
 

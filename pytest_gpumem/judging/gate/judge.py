@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.facts.metrics import METRICS, Metric, Tolerance
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.judging.gate.comparison import Comparison
-from pytest_gpumem.judging.gate.doubts import outcome_beyond_tolerance, segments_by_chance
+from pytest_gpumem.judging.gate.doubts import bytes_of_other_tests, outcome_beyond_tolerance, segments_by_chance
 from pytest_gpumem.judging.gate.notes import notes_on
 from pytest_gpumem.judging.gate.one_sided import why_new
 from pytest_gpumem.judging.gate.speed import judge_step_time, judge_throughput
@@ -143,12 +143,17 @@ def _compare(comparison: Comparison, metric: Metric, baseline: Baseline, toleran
     workspaces = max(comparison.measurement.workspaces, baseline.workspaces or 0) if metric.peak else 0
     if metric.name == "peak_reserved":
         tolerance = replace(tolerance, absolute=min(tolerance.absolute, segments_by_chance(comparison)))
-    allowed = tolerance.allowed(max(0, baseline_value - workspaces))
     worsening = baseline_value - value if metric.larger_is_better else value - baseline_value
+    within = tolerance.allowed(max(0, baseline_value - workspaces))
+    growth, decrease = bytes_of_other_tests(comparison, metric) if comparison.gained_further else (0, 0)
+    allowed = within + growth
+    allowed_change = allowed if worsening > 0 else within + decrease
     # Rounding must not decide: the tolerance 0.7 % of 1000 bytes is 7 bytes, but 0.007 * 1000 may be slightly less.
-    is_beyond_tolerance = abs(worsening) > allowed and not math.isclose(abs(worsening), allowed, rel_tol=1e-12)
+    is_beyond_tolerance = abs(worsening) > allowed_change and not math.isclose(
+        abs(worsening), allowed_change, rel_tol=1e-12
+    )
     outcome, reason = (
-        outcome_beyond_tolerance(comparison, metric, baseline_value, allowed, is_worse=worsening > 0)
+        outcome_beyond_tolerance(comparison, metric, baseline_value, allowed_change, is_worse=worsening > 0)
         if is_beyond_tolerance
         else (Outcome.OK, None)
     )

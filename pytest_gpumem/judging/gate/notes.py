@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.units import format_bytes, format_bytes_change
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.base.units import format_bytes, format_bytes_change, format_factor
+from pytest_gpumem.facts.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,20 +27,30 @@ def notes_on(comparison: Comparison) -> tuple[str, ...]:
         *_incomparable(comparison),
         *_changed_workspaces(comparison),
         *_workspaces(comparison),
+        *_gained_before(comparison),
     )
 
 
 def _idle_limits(comparison: Comparison) -> Iterator[str]:
-    """Yield a note for each limit of the budget whose metric was not measured."""
+    """Yield a note for each limit of the budget whose metric was not measured.
+
+    A job's processes have no note on a ratio between the job's ranks.
+    """
     measurement = comparison.measurement
     for name, limit in comparison.budget.limits.items():
-        if name not in measurement.metrics:
+        metric = METRICS[name]
+        if name in measurement.metrics or (metric.unit == "ratio" and measurement.workload.step == "process"):
+            continue
+        if metric.unit == "ratio":
+            lacking = f"only a launched job with at least two ranks has {name}"
+            yield f"{metric.budget} = {format_factor(limit)} has no effect: {lacking}"
+        else:
             device = measurement.environment.device
-            yield f"{METRICS[name].budget} = {format_bytes(limit)} has no effect: there is no {name} on {device}"
+            yield f"{metric.budget} = {format_bytes(int(limit))} has no effect: there is no {name} on {device}"
 
 
 def _incomparable(comparison: Comparison) -> Iterator[str]:
-    """Yield a clause for each of the baseline's metrics in bytes or counts that cannot be compared.
+    """Yield a clause for each of the baseline's metrics, except times, that cannot be compared.
 
     A metric cannot be compared if it was not measured now. Some metrics also cannot be compared between an emulated GPU and a
     real GPU.
@@ -49,7 +59,7 @@ def _incomparable(comparison: Comparison) -> Iterator[str]:
         return
     for name in comparison.baseline.metrics:
         metric = METRICS[name]
-        if metric.tolerance is None or metric.unit not in WHOLE:
+        if metric.tolerance is None or metric.is_timed:
             continue
         if name not in comparison.measurement.metrics:
             yield f"not compared: {metric.title}, which the baseline has, could not be measured"
@@ -62,6 +72,26 @@ def _workspaces(comparison: Comparison) -> Iterator[str]:
     measurement = comparison.measurement
     if 2 * measurement.workspaces > measurement.metrics.get("peak_allocated", math.inf):
         yield MOSTLY_WORKSPACES
+
+
+def _gained_before(comparison: Comparison) -> Iterator[str]:
+    """Yield a note if a peak is too high, and the process had gained bytes before this test."""
+    measurement, baseline, metric = comparison.measurement, comparison.baseline, METRICS["peak_allocated"]
+    gained, peak = measurement.gained_before, measurement.metrics.get(metric.name, 0)
+    baseline_peak, tolerance = comparison.baseline_value(metric), comparison.tolerances.get(metric.name)
+    is_over_budget = peak > comparison.budget.limits.get(metric.name, math.inf)
+    has_grown = (
+        comparison.gained_further > 0
+        and baseline_peak is not None
+        and tolerance is not None
+        and peak - baseline_peak > tolerance.allowed(baseline_peak)
+    )
+    if not gained or not (is_over_budget or has_grown):
+        return
+    held = f"held {format_bytes(gained)} more when this measurement began than when the session first saw"
+    note = f"the processes {held} them" if measurement.workload.step == "processes" else f"the process {held} it"
+    before = None if baseline is None else baseline.gained_before
+    yield note if before is None else f"{note}; in the baseline, {format_bytes(before)} more"
 
 
 def _changed_workspaces(comparison: Comparison) -> Iterator[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.metrics import WHOLE
-
 if TYPE_CHECKING:
     from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.metrics import Metric
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environment) -> bool:
     """Return whether a metric that a baseline lacks may be added to this baseline.
 
-    Bytes and counts may be added if all environment details that affect the metric are equal. For times, see
+    Bytes, counts and ratios may be added if all environment details that affect the metric are equal. For times, see
     `time_may_be_added`.
 
     Args:
@@ -23,7 +21,7 @@ def may_be_added(metric: Metric, measured_in: Environment, recorded_in: Environm
         measured_in: The environment in which the new value was measured.
         recorded_in: The environment in which the baseline was recorded.
     """
-    return metric.unit in WHOLE and all(
+    return not metric.is_timed and all(
         measured_in.details.get(name) == recorded_in.details.get(name) for name in metric.details
     )
 

@@ -90,6 +90,8 @@ def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
         unmeasured=_clauses([test.unmeasured for test in verdicts], len(verdicts)),
         missing=tuple(dict.fromkeys(name for test in verdicts for name in test.missing)),
         missing_on=tuple(dict.fromkeys(slug for test in verdicts for slug in test.missing_on)),
+        gpu_uses=tuple(use for test in verdicts for use in test.gpu_uses),
+        jobs_beside_torch=dict(item for test in verdicts for item in test.jobs_beside_torch.items()),
     )
 
 

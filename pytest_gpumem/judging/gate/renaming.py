@@ -5,7 +5,7 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.baseline import Budget
 from pytest_gpumem.judging.gate.judge import judge
 from pytest_gpumem.judging.gate.verdict import FormerTest, Outcome
@@ -66,12 +66,12 @@ def candidates_of(
 def _differing_metrics(
     measurement: Measurement, entry: Baseline, tolerances: Mapping[str, Tolerance]
 ) -> tuple[MetricVerdict, ...]:
-    """Return the verdicts on bytes and counts that differ from the unused baseline, the most serious first."""
+    """Return the verdicts on bytes, counts and ratios that differ from the unused baseline, the most serious first."""
     metrics = judge(measurement, Budget(), entry, tolerances).metrics
     differing = [
         metric
         for metric in metrics
-        if METRICS[metric.metric].unit in WHOLE and metric.outcome not in (Outcome.OK, Outcome.RECORDED)
+        if not METRICS[metric.metric].is_timed and metric.outcome not in (Outcome.OK, Outcome.RECORDED)
     ]
     return tuple(sorted(differing, key=lambda metric: -metric.outcome.importance))
 

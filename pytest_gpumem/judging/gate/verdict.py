@@ -11,6 +11,7 @@ from pytest_gpumem.facts.measurement import Measurement, changed_releases
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.annotations import ADDED, KEY, Count
 from pytest_gpumem.facts.values.figures import CountedMetric, MetricName, WholeByMetric
+from pytest_gpumem.facts.values.gpu_use import GpuUse
 from pytest_gpumem.facts.values.operator_counts import Tallies
 from pytest_gpumem.judging.gate.difference import Difference
 
@@ -39,7 +40,7 @@ class Outcome(str, Enum):
     """The test has no baseline on any device.
 
     A metric is ``new`` if the test has a baseline without this metric. The output names the option that adds the metric. If
-    only the baseline has a metric in bytes or counts, the metric has no verdict, and a note says so. The same holds for a
+    only the baseline has a metric other than a time, the metric has no verdict, and a note says so. The same holds for a
     metric that cannot be compared between an emulated GPU and a real GPU.
 
     A time is ``new`` if the baseline has no times. Memory and counts were compared, so the measurement keeps their verdict, for
@@ -55,13 +56,14 @@ class Outcome(str, Enum):
     """The test measured nothing, for example because the machine has no GPU, or because the test put no tensor on the device.
     The output says why. ``--gpumem-strict`` does not fail a test that pytest skipped."""
     UNCERTAIN = "uncertain"
-    """Worse than the baseline, but perhaps not because of the code. There are four such cases:
+    """Worse than the baseline, but perhaps not because of the code. There are five such cases:
 
     - The peak differs from step to step, and the increase may be chance.
     - A count differs from step to step, and its smallest value is within the tolerance.
     - An environment detail on which the metric depends differs from the baseline's. For example, counts depend on the torch
       release. Each [metric](metrics.md) names its details.
     - A time is longer, but its samples do not prove a slowdown.
+    - A server held more bytes [when the test began](../concepts/verdicts.md#a-server-that-grew-before) than in the baseline.
 
     If a figure in bytes grew by more than 40 %, no other environment explains this growth. The only exception is
     ``emulated_cudnn``: if it differs, the figures of an emulated GPU are ``uncertain``."""
@@ -328,6 +330,13 @@ class TestVerdict:
     """The command for finding the package release behind a regression; ``None`` if no package differs from the baseline's."""
     named_device: str | None = field(default=None, metadata=ADDED)
     """The device that the test's marker names; ``None`` if the test runs on the session's device."""
+    gpu_uses: tuple[GpuUse, ...] = field(default=(), metadata=ADDED)
+    """The memory outside the test's allocator on each GPU that the test used, as NVML reports it. Without NVML, and on an
+    emulated GPU, the array is empty. No baseline stores these figures."""
+    jobs_beside_torch: Mapping[str, Count | None] = field(default_factory=dict, metadata=ADDED)
+    """For each process that ``gpumem.launch`` measured, by the name of its measurement: a lower bound for its bytes beside
+    torch on all GPUs. ``None`` if NVML never reported more bytes than the peak of torch's reserved bytes, for example because
+    it did not list the process. NVML was read several times a second."""
 
     @property
     def nodeid(self) -> str:

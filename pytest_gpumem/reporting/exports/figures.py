@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.errors import ExportError
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Mapping
@@ -112,7 +112,7 @@ def figures_of(
                 disturbed += filter(None, [invalid])
                 for metric in verdict.metrics:
                     row = METRICS[metric.metric]
-                    if (metrics and row.name not in metrics) or (invalid is not None and row.unit not in WHOLE):
+                    if (metrics and row.name not in metrics) or (invalid is not None and row.is_timed):
                         continue
                     if not math.isfinite(metric.value):
                         not_finite.append(f"the {row.title} of {test.nodeid} is {metric.value}")

@@ -23,7 +23,13 @@ _NANOSECONDS = 1e9
 _LONGEST_NAME = 1024
 """Maximum bytes in a benchmark's name at Bencher."""
 _DIGITS = 12
-_UNITS: dict[Unit, str] = {"bytes": "_bytes", "count": "", "seconds": "_seconds", "items/s": "_items_per_second"}
+_UNITS: dict[Unit, str] = {
+    "bytes": "_bytes",
+    "count": "",
+    "ratio": "_ratio",
+    "seconds": "_seconds",
+    "items/s": "_items_per_second",
+}
 """The suffix for a metric's name in OpenMetrics, by the metric's unit. Counts have no suffix."""
 
 
@@ -103,9 +109,9 @@ def openmetrics(figures: Sequence[Figure]) -> str:
     """Return the figures as [OpenMetrics](https://prometheus.io/docs/specs/om/open_metrics_spec/) 1.0 in UTF-8.
 
     Each metric becomes a gauge family: ``gpumem_peak_allocated_bytes``, ``gpumem_step_time_seconds``,
-    ``gpumem_throughput_items_per_second``, ``gpumem_flops``. The labels are ``test``, ``measurement``, ``device`` and
-    ``config``. A throughput also has the label ``of`` with the counted items (``samples``). There are no timestamps, because
-    the textfile collector of a node exporter refuses them.
+    ``gpumem_throughput_items_per_second``, ``gpumem_imbalance_ratio``, ``gpumem_flops``. The labels are ``test``,
+    ``measurement``, ``device`` and ``config``. A throughput also has the label ``of`` with the counted items (``samples``).
+    There are no timestamps, because the textfile collector of a node exporter refuses them.
     """
     lines = []
     for metric in METRICS.values():

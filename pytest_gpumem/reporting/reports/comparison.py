@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pytest_gpumem.facts.measurement import Measurement
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.facts.values.option_words import EMULATED_SLUG
 from pytest_gpumem.judging.gate.baseline import Baseline, Budget, Key, baseline_of
@@ -76,11 +76,11 @@ class ComparedChange:
     def is_shown(self) -> bool:
         """True if reports show the metric.
 
-        Reports omit equal bytes and counts, and times within their tolerance. They show all times from `gpumem ab`.
+        Reports omit equal bytes, counts and ratios, and times within their tolerance. They show all times from `gpumem ab`.
         """
         if self.interval is not None or self.outcome not in (Outcome.OK, Outcome.RECORDED):
             return True
-        if METRICS[self.metric].unit in WHOLE:
+        if not METRICS[self.metric].is_timed:
             return self.old != self.new
         tolerance = METRICS[self.metric].tolerance
         if tolerance is None or self.old is None or self.new is None or self.outcome is Outcome.OK:
@@ -401,11 +401,11 @@ def judged_by(old: Measurement, side: str, new: Measurement, tolerances: Mapping
 
 
 def _lacking(metric: Metric, old_value: float | None, new_value: float | None) -> str | None:
-    """Return a clause with the name of the side that lacks a metric in bytes or counts.
+    """Return a clause with the name of the side that lacks a metric other than a time.
 
     The result is ``None`` if both sides have a value, if neither side has a value, or if the metric is never judged. Times are
     ignored, because the caller gives the reason for a missing time.
     """
-    if metric.tolerance is None or metric.unit not in WHOLE or (old_value is None) == (new_value is None):
+    if metric.tolerance is None or metric.is_timed or (old_value is None) == (new_value is None):
         return None
     return f"not compared: the {'old' if old_value is None else 'new'} side has no value"

@@ -60,7 +60,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A cause of growth. Amounts are in the unit of their metric: bytes or counts."""
+    """A cause of growth. Amounts are in the unit of their metric, for example bytes."""
 
     kind: Literal["line", "holder", "packages", "budget"]
     """``line`` (a line of code), ``holder`` (an object that keeps tensors alive), ``packages`` (other releases) or

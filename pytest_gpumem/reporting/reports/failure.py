@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.units import UnitSystem, format_ratio
 from pytest_gpumem.facts.metrics import METRICS, Kind
+from pytest_gpumem.facts.values.option_words import NOT_SEEN
 from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
 from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.judging.gate.speed import update_that_adds_time
-from pytest_gpumem.judging.gate.verdict import NOT_MARKED, MetricVerdict, Outcome, TestVerdict, Verdict, worst
+from pytest_gpumem.judging.gate.verdict import NOT_MARKED, WORSE, MetricVerdict, Outcome, TestVerdict, Verdict, worst
 from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.reporting.reports.explanation import explanation_blocks
+from pytest_gpumem.reporting.reports.gpu_use import gpu_use_lines
 from pytest_gpumem.reporting.reports.layout import Screen, columns, without_empty
 from pytest_gpumem.reporting.reports.values import difference, on_device, peaks_by_device, shown, texts_of, tolerated
 from pytest_gpumem.reporting.reports.view import origin_line
@@ -75,10 +77,13 @@ def failure_text(
         problem = legible(f"Measurement missing: {missing}")
         return f"{problem}\n\n  mend:     take the measurement again, or remove its baseline from the store"
     failed = [part for part in verdict.verdicts if any(metric.outcome in failing for metric in part.metrics)]
-    blocks = [] if missing is None else [legible(f"Measurement missing: {missing}")]
+    blocks = [] if missing is None else [_missing_block(verdict, missing)]
     if failed or missing is None:
         several = len(verdict.verdicts) > 1
         blocks += [_block(part, failing, units, several, memory) for part in failed or verdict.verdicts]
+    if any(metric.outcome in failing and metric.outcome in WORSE for part in failed for metric in part.metrics):
+        uses = gpu_use_lines(verdict.gpu_uses, units, verdict.jobs_beside_torch)
+        blocks += ["\n".join(f"  note: {line}" for line in uses)] if uses else []
     mending = []
     if Outcome.OVER_BUDGET in failing and any(
         metric.outcome is Outcome.OVER_BUDGET for part in failed for metric in part.metrics
@@ -87,6 +92,13 @@ def failure_text(
     mending += [f"  bisect:   {bisect}"] if bisect else []
     mending += [f"  accept:   {accept}"] if accept else []
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
+
+
+def _missing_block(verdict: TestVerdict, missing: str) -> str:
+    """Return the text about missing measurements. A process without a report may be the reason."""
+    notes = [note for part in verdict.verdicts for note in part.measurement.notes if note.startswith(NOT_SEEN)]
+    lines = [f"Measurement missing: {missing}", *(f"  note: {note}" for note in notes)]
+    return "\n".join(map(Screen().legible, lines))
 
 
 def accept_command(
@@ -200,7 +212,7 @@ def _headline(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, 
         return f"{_subject(first, memory, problem)} {_against(first, first.budget, 'budget', units)}"
     if first is not None and outcome in (Outcome.REGRESSED, Outcome.UNCERTAIN):
         problem = "regressed" if outcome is Outcome.REGRESSED else "may have regressed"
-        if first.baseline is not None and first.value < first.baseline and METRICS[first.metric].unit == "bytes":
+        if first.baseline is not None and first.value < first.baseline and METRICS[first.metric].kind == "memory":
             problem = "is not comparable"  # a metric that shrank has not regressed
         against = _against(first, first.baseline, "baseline", units)
         # If the workload changed, this explains the growth better than any other reason.

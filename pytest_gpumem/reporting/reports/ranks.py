@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.base.units import format_bytes, format_factor
 from pytest_gpumem.facts.values.rank import rank_in, without_rank
 from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Table
 
@@ -100,7 +100,7 @@ def rank_table(rows: Sequence[RankPeaks], units: UnitSystem) -> Table:
 
 def imbalance_text(row: RankPeaks) -> str:
     """Return the largest peak divided by the smallest: ``"1.20 (rank 3 over rank 0)"``, or ``"1.00"`` for equal peaks."""
-    text = f"{row.imbalance:.2f}"
+    text = format_factor(row.imbalance)
     return text if text == "1.00" else f"{text} (rank {row.largest[0]} over rank {row.smallest[0]})"
 
 

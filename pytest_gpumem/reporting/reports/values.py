@@ -10,12 +10,13 @@ from pytest_gpumem.base.units import (
     UnitSystem,
     format_bytes,
     format_count,
+    format_factor,
     format_flops,
     format_rate,
     format_ratio,
     format_seconds,
 )
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.verdict import Outcome
 
 if TYPE_CHECKING:
@@ -68,12 +69,14 @@ def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
 
 
 def shown(metric: str, value: float | None, units: UnitSystem, of: str | None = None) -> str:
-    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``; empty for ``None``."""
+    """Return a value with its unit: ``"8.12 GB"``, ``"12.31 ms"``, ``"1200 samples/s"``, ``"1.25"``; empty for ``None``."""
     if value is None:
         return ""
     unit = METRICS[metric].unit
-    if unit not in WHOLE:
+    if METRICS[metric].is_timed:
         return format_seconds(value) if unit == "seconds" else format_rate(value, of or "")
+    if unit == "ratio":
+        return format_factor(value)
     # A tolerance can be infinite.
     if not math.isfinite(value):
         return str(value)
@@ -97,7 +100,7 @@ def has_column(metric: str, values: Collection[float], *, changed: bool = False)
 
 
 def difference(metric: str, change: float, units: UnitSystem) -> str:
-    """Return a signed difference in bytes or counts: ``"+1.19 GB"``, ``"+48"``."""
+    """Return a signed difference in bytes, counts or ratios: ``"+1.19 GB"``, ``"+48"``, ``"+0.25"``."""
     return ("+" if change >= 0 else "") + shown(metric, change, units)
 
 

@@ -152,6 +152,8 @@ def why_failed(result: TestResult) -> str:
     if verdict.failure:
         return verdict.failure
     clause = WHY_FAILED[result.failed_in or ("call" if verdict.failed_by_itself else None)]
+    if verdict.failed_by_itself and result.failed_in == "call":
+        clause = verdict.unmeasured or clause  # the figures may be invalid
     return clause[0].upper() + clause[1:]
 
 
