@@ -8,22 +8,29 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
     OutOfMemory,
     ProcessUsage,
+    Recorded,
+    RecordedBlocks,
     among_all,
     no_kernels,
     read_usages,
     write_usage,
 )
 
+BLOCKS = RecordedBlocks(
+    8, 2, "parameter", "fc", "float32[1]", (("/srv/serve.py", 9, "ask"), ("/srv/serve.py", 20, "main"))
+)
+RECORDED = Recorded((BLOCKS,), (BLOCKS, RecordedBlocks(4, 1, "other", "", "")), ("fc", "norm"))
 FULL = ProcessUsage(
     began=5,
     ended=9,
-    devices=(DeviceUsage(0, 10, 20, 1), DeviceUsage(3, 30, 40, 0)),
+    devices=(DeviceUsage(0, 10, 20, 1), DeviceUsage(3, 30, 40, 0, recorded=RECORDED)),
     times_out_of_memory=2,
     ran_out=OutOfMemory(3, 100, 30, 40, "/mine/train.py:7 step", 20),
     expandable=True,
     unknown="a value is read",
     lacking="workspaces are taken as 0",
     no_kernels="torch has none",
+    unrecorded="the program records them itself",
 )
 KILLED = ProcessUsage(began=1, ended=None)
 

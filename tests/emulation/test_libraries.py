@@ -68,6 +68,12 @@ def test_code_in_the_name_of_a_symbol_is_not_compiled(fake_torch, tmp_path):
     assert b"cudaEvil" not in stand_ins(installed_torch())[0].read_bytes()
 
 
+def test_a_function_is_found_although_its_library_is_not_named(fake_torch, tmp_path):
+    compile_library(fake_torch.site / "served" / "libserved.so", calling("cudaUnnamed", "unrelated"))
+    assert needed_beside(fake_torch.site, tmp_path / "kept") == {"libcudart": [("cudaUnnamed", None)]}
+    assert b"cudaUnnamed" in stand_ins(installed_torch())[0].read_bytes()
+
+
 @pytest.mark.parametrize("text", ["[]", "1", '{"libcudart.so.13": 1}', '{"libcudart.so.13": [1]}', "null"])
 def test_a_file_of_the_cache_with_something_else_in_it_is_written_anew(fake_torch, tmp_path, text):
     first = needed_beside(fake_torch.site, tmp_path / "kept")

@@ -3,22 +3,18 @@
 On an emulated GPU, the hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the
 mode for small tensors' values. On a real GPU, the hook only begins to record (see `USAGE`).
 
-This module is imported at the start of every Python process (``startup``), so it imports the package's other modules only
-together with torch.
+This module is imported at the start of every Python process (``startup``). So it imports other modules only together with
+torch, except modules that Python itself loads. `pathlib` and `importlib.abc` took 16 ms in a process that needs 10 ms without.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import os
 import sys
 import time
-from contextlib import nullcontext, suppress
-from importlib.abc import MetaPathFinder
-from pathlib import Path
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
@@ -42,13 +38,16 @@ LIVE = "GPUMEM_USAGE_LIVE"
 
 So a killed process leaves its last figures.
 """
+FORK = "GPUMEM_USAGE_FORK"
+"""Set for a fork of a test's process, because its command says how the tests were started, and not what the fork does."""
 STEPS = "GPUMEM_EMULATED_STEPS"
 """Environment variable with a number of optimizer steps, after which a process ends. Ignored without `USAGE`."""
+_AUTOGRAD = b"pt_autograd"
 _MOST_SECONDS = 10.0
 """The longest wait for autograd's threads at exit, in seconds. torch itself waits as long."""
 
 
-class TorchFinder(MetaPathFinder):
+class TorchFinder:
     """The first finder in ``sys.meta_path``, which is therefore called when torch is about to be imported."""
 
     def __init__(self) -> None:
@@ -65,6 +64,8 @@ class TorchFinder(MetaPathFinder):
             return None
         self._looking = True
         try:
+            import importlib.util
+
             self.before_import()
             spec = importlib.util.find_spec("torch")
         finally:
@@ -83,9 +84,11 @@ class TorchFinder(MetaPathFinder):
 class _BeforeTorch(TorchFinder):
     """Emulates the GPU called ``word``, unless it is ``None``, and begins to record if the environment says so."""
 
-    def __init__(self, word: str | None) -> None:
+    def __init__(self, word: str | None, variables: Mapping[str, str] = os.environ) -> None:
         super().__init__()
         self.word = word
+        # A test session sets variables for its children later, and does not report to itself.
+        self._variables = {name: variables[name] for name in (PEAKS, USAGE, LIVE, STEPS, FORK) if name in variables}
         self._at_exit: list[Callable[[], None]] = []
         # Exit functions run in reverse order, so these functions run after all functions of the program.
         atexit.register(self._run_at_exit)
@@ -105,9 +108,13 @@ class _BeforeTorch(TorchFinder):
             from pytest_gpumem.emulating.host_values import scope
 
             scope.begin()
-        # A job's process may run in another Python, without this package. The job fails, because the process does not report.
-        with suppress(ImportError) if self.word is None else nullcontext():
-            record_if_told_to(self._at_exit.append)
+        try:
+            record_if_told_to(self._variables, self._at_exit.append)
+        except ImportError:
+            # A job's process may run in another Python, without this package. The job fails, because the process does not
+            # report.
+            if self.word is not None:
+                raise
 
     def _run_at_exit(self) -> None:
         for function in self._at_exit:
@@ -125,6 +132,19 @@ def install(word: str | None) -> None:
         sys.meta_path.insert(0, _BeforeTorch(word))
 
 
+def record_fork(variables: Mapping[str, str]) -> None:
+    """In a fork of a process that does not record itself, record the usage as soon as the fork uses CUDA.
+
+    Args:
+        variables: `USAGE` and `LIVE`.
+    """
+    variables = {**variables, FORK: "1"}
+    if "torch" not in sys.modules:
+        sys.meta_path.insert(0, _BeforeTorch(None, variables))
+        return
+    record_if_told_to(variables)
+
+
 def described_gpus() -> Mapping[str, Gpu]:
     """Return a project's own GPU from the variable `DESCRIPTION`, by the GPU's name; empty if the variable has none."""
     from pytest_gpumem.emulating.emulation.gpus import from_description
@@ -132,20 +152,100 @@ def described_gpus() -> Mapping[str, Gpu]:
     return from_description(os.environ.get(DESCRIPTION))
 
 
-def record_if_told_to(at_exit: Callable[[Callable[[], None]], object] = atexit.register) -> None:
+def record_if_told_to(
+    variables: Mapping[str, str] = os.environ, at_exit: Callable[[Callable[[], None]], object] = atexit.register
+) -> None:
     """Record this process's peaks if `PEAKS` is set, and its usage if `USAGE` is set. torch must be imported.
 
-    ``at_exit`` takes a function to call when the process ends.
+    Args:
+        variables: The environment variables.
+        at_exit: Takes a function to call when the process ends.
     """
-    if printed := os.environ.get(PEAKS):
+    if printed := variables.get(PEAKS):
         from pytest_gpumem.emulating.emulated_process.peaks import print_at_exit
 
         print_at_exit(is_quiet=printed == QUIET)
-    if folder := os.environ.get(USAGE):
+    folder, seconds = variables.get(USAGE), variables.get(LIVE)
+    if not folder:
+        return
+
+    from pathlib import Path
+
+    endings: list[Callable[[], None]] = []
+
+    def also_at_sigterm(end: Callable[[], None]) -> None:
+        at_exit(end)
+        endings.append(end)
+
+    def record() -> None:
         from pytest_gpumem.emulating.emulated_process.usage_recorder import record_usage
 
-        steps, seconds = os.environ.get(STEPS), os.environ.get(LIVE)
-        record_usage(Path(folder), at_exit, int(steps) if steps else None, float(seconds) if seconds else None)
+        steps = variables.get(STEPS)
+        command = ("python", "fork") if variables.get(FORK) else tuple(sys.orig_argv)
+        interval = float(seconds) if seconds else None
+        has_sigterm = _end_at_sigterm(endings) if seconds else None
+        record_usage(Path(folder), also_at_sigterm, int(steps) if steps else None, interval, command, has_sigterm)
+
+    def record_or_be_unseen() -> None:
+        try:
+            record()
+        except Exception:  # noqa: BLE001 -- an error here must not fail the program's first use of CUDA
+            (Path(folder) / f"{os.getpid()}{SEEN}").unlink(missing_ok=True)
+
+    if seconds:
+        from pytest_gpumem.emulating.emulated_process.usage import SEEN, mark_as_reporting
+        from pytest_gpumem.torch_support.private_api.allocator import when_cuda_begins
+
+        mark_as_reporting(Path(folder))
+        when_cuda_begins(record_or_be_unseen)  # a process without CUDA does not load the recorder
+    else:
+        record()
+
+
+def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool] | None:
+    """At SIGTERM, for example from ``Process.terminate()``, call functions before the process dies.
+
+    A program's own handler replaces this one, or calls it and goes on. Only the main thread can set a handler, so nothing
+    happens in another thread.
+
+    Returns:
+        A function that returns whether SIGTERM has come. Python runs a handler only between two instructions of the main
+        thread, which may wait in C. ``None`` if the handler is not set, or if the program is told of signals in the same way.
+    """
+    import signal
+    import threading
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return None
+
+    def end_and_die(signum: int, _frame: object) -> None:
+        if signal.getsignal(signum) is not end_and_die:
+            return  # the program's own handler calls this one
+        try:
+            for end in endings:
+                end()
+        finally:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, end_and_die)
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+    os.set_blocking(writing, False)
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+        return None
+
+    def has_come() -> bool:
+        try:
+            numbers = os.read(reading, 4096)
+        except OSError:
+            return False
+        return signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is end_and_die
+
+    return has_come
 
 
 def _wait_for_autograd() -> None:
@@ -155,26 +255,14 @@ def _wait_for_autograd() -> None:
     On an emulated GPU this happens often, because kernels take no time. If a thread requests the lock of an ending interpreter,
     the interpreter ends this thread. If the thread is in a C++ destructor at this moment, C++ aborts the process.
     """
+    from pytest_gpumem.emulating.emulated_process.threads import other_threads
+
     deadline = time.monotonic() + _MOST_SECONDS
-    previous, current = None, _threads_of_autograd()
+    previous, current = None, other_threads(_AUTOGRAD)
     while (
         current
         and not (current == previous and all(is_asleep for is_asleep, _ in current.values()))
         and time.monotonic() < deadline
     ):
         time.sleep(0.002)  # sleeping releases the interpreter's lock, so autograd's threads can finish
-        previous, current = current, _threads_of_autograd()
-
-
-def _threads_of_autograd() -> dict[str, tuple[bool, str]]:
-    """Return, by thread id, whether an autograd thread sleeps, and how often this thread has gone to sleep so far."""
-    states = {}
-    for thread in Path("/proc/self/task").glob("*"):
-        try:
-            # Compare bytes, because a thread's name may not be valid text.
-            if (thread / "comm").read_bytes().startswith(b"pt_autograd"):
-                status = dict(line.split(":\t", 1) for line in (thread / "status").read_text().splitlines())
-                states[thread.name] = status["State"].startswith("S"), status.get("voluntary_ctxt_switches", "")
-        except OSError:
-            continue  # the thread has ended
-    return states
+        previous, current = current, other_threads(_AUTOGRAD)

@@ -13,11 +13,8 @@ backward pass on 64 samples. At most 8 lines of the program are listed. ::
 from __future__ import annotations
 
 import atexit
-import os
 import sys
-import threading
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -27,52 +24,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.host_values.scope import current
 from pytest_gpumem.torch_support.private_api.allocator import cuda_snapshot, start_cuda_history, when_cuda_begins
-from pytest_gpumem.torch_support.reset_guard import before_each_reset
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-
-def keeps_statistics() -> bool:
-    """Return whether torch's allocator keeps statistics. A program's own allocator does not keep any."""
-    return torch.cuda.memory.get_allocator_backend() != "pluggable"
-
-
-class KeptPeaks:
-    """This process's peaks in bytes, by GPU index. They remain correct if the program resets torch's peaks.
-
-    If the allocator keeps no statistics, there are no peaks.
-    """
-
-    def __init__(self) -> None:
-        self.allocated: Counter[int] = Counter()
-        self.reserved: Counter[int] = Counter()
-        self.lock = threading.RLock()
-        """Held while peaks are read and written, because a job's process reads them in a thread as well."""
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew_lock)
-        # This context is never closed, so resets are noticed until the process ends.
-        self._entered = ExitStack()
-
-    def _renew_lock(self) -> None:
-        self.lock = threading.RLock()
-
-    def begin(self) -> None:
-        """From now on, call `take` before each reset of torch's peaks."""
-        self._entered.enter_context(before_each_reset(self.take, "cuda"))
-
-    def take(self) -> None:
-        """Read torch's peaks since their last reset, and update this object's peaks."""
-        if not keeps_statistics():
-            return
-        with self.lock:
-            for device in range(torch.cuda.device_count()):
-                self.allocated[device] = max(self.allocated[device], torch.cuda.max_memory_allocated(device))
-                self.reserved[device] = max(self.reserved[device], torch.cuda.max_memory_reserved(device))
-
 
 MOST_LINES = 8
 _OURS = str(Path(__file__).parents[2])

@@ -47,6 +47,7 @@ def environment_for(gpu: Gpu, environment: Mapping[str, str]) -> dict[str, str]:
 
 def with_startup(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable with which Python runs our `STARTUP`: the environment's ``PYTHONPATH`` with this folder first."""
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    other_paths = [path for path in paths if path and path != str(STARTUP)]
+    paths = environment.get("PYTHONPATH", "")
+    # An empty part means the current folder, so it stays.
+    other_paths = [path for path in paths.split(os.pathsep) if path != str(STARTUP)] if paths else []
     return {"PYTHONPATH": os.pathsep.join([str(STARTUP), *other_paths])}

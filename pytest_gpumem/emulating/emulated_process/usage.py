@@ -3,33 +3,92 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.atomic_file import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 
 SEEN = ".seen"
-"""Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``."""
+"""Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``,
+followed by the start of its stack."""
+
+RECORD = "record"
+"""Name of a file beside the usages. While it exists, processes record their allocations."""
+
+
+Frame = tuple[str, int, str]
+"""A Python frame: the file's path, the line and the function's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedBlocks:
+    """Equal memory blocks in a process that records its allocations.
+
+    Example:
+        ``RecordedBlocks(8192, 2, "other", "", "float32[1024]", (("/srv/serve.py", 9, "ask"),))`` are two tensors in a list.
+    """
+
+    nbytes: int
+    """The requested bytes, summed over the blocks."""
+    count: int
+    category: str
+    """``parameter``, ``buffer``, ``gradient`` or ``optimizer state`` if a module or optimizer still refers to the blocks at the
+    end, otherwise ``other``."""
+    module: str
+    """The path of the module that ran, or that refers to the blocks. Empty if there is none."""
+    tensor: str
+    """The dtype and shape. Empty if no tensor refers to the whole block at the end."""
+    frames: tuple[Frame, ...] = ()
+    """The allocation's call stack, innermost frame first. Empty for blocks from before the window, and in backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The blocks on a GPU in a window whose allocations were recorded."""
+
+    at_peak: tuple[RecordedBlocks, ...] = ()
+    """The blocks at the peak."""
+    retained: tuple[RecordedBlocks, ...] = ()
+    """The blocks that were allocated in the window and are live at its end."""
+    modules: tuple[str, ...] = ()
+    """The paths of all modules in the process's models."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """A process's peaks on an emulated GPU in bytes, from the start of the process to its end."""
+    """A process's memory on a GPU in bytes. Peaks count from the process's start, or from the begin of its window."""
 
     device: int
-    """The GPU's index among all emulated GPUs, independent of ``CUDA_VISIBLE_DEVICES``."""
+    """The GPU's index among all GPUs, independent of ``CUDA_VISIBLE_DEVICES``."""
     allocated: int
     """The peak of allocated bytes in torch's allocator."""
     reserved: int
     """The peak of reserved bytes in torch's allocator."""
     retries: int
     """The number of times that the allocator found no free memory, released its cached memory and tried again."""
+    requested: int = 0
+    """The peak of requested bytes. Unlike allocated bytes, they do not depend on blocks that earlier tensors left behind.
+
+    In an answer to a request, the workspaces of several threads count once, because chance decides their number."""
+    live: int = 0
+    """The requested bytes in tensors at the time of the report. An answer to a request leaves workspaces out."""
+    live_before: int = 0
+    """The requested bytes in tensors when the window began, without workspaces."""
+    allocations: int = 0
+    """The number of allocations since the process's start, or since the begin of its window."""
+    recorded: Recorded | None = None
+    """The blocks, if the process recorded its allocations."""
+    live_first: int = 0
+    """The requested bytes in tensors when the process's first window began. The test's process adds this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +149,11 @@ class ProcessUsage:
     ran_out: OutOfMemory | None = None
     """The state when the process first ran out of memory; ``None`` if this did not happen."""
     expandable: bool = False
-    """True if the allocator used expandable segments."""
+    """True if the allocator used expandable segments. Always false in a measured job."""
     unknown: str | None = None
     """A text about the first read of an uncomputed value, with its line, if the read may have changed the peaks."""
+    invalid: str | None = None
+    """A text about the first read of an uncomputed value, with its line, after which the peaks mean nothing."""
     without_statistics: bool = False
     """True if the program has its own allocator, which keeps no statistics, so the process's memory is unknown."""
     lacking: str | None = None
@@ -103,28 +164,94 @@ class ProcessUsage:
     """Imported modules from installed packages, in import order. After the first use of CUDA, only torch's modules count."""
     process: ProcessIdentity = ProcessIdentity()
     """The process itself."""
+    window: int | None = None
+    """The number of the window in which the figures were read. ``None`` if the process began after the window's begin."""
+    unrecorded: str | None = None
+    """The reason why the process did not record its allocations, although the test asked for a recording."""
+    written: int = 0
+    """Time of this report in the same ticks as `ProcessIdentity.started`. 0 if unknown."""
+
+
+def is_own(folder: Path) -> bool:
+    """Return whether a folder exists and belongs to this user. After the session's end, somebody may make another."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
+
+
+def mark_as_reporting(folder: Path) -> None:
+    """Write the command of this process, and of each fork, into a file in the folder. So the job knows this process."""
+
+    def mark() -> None:
+        # The job may have ended, and its folder with it. Other systems have no such file, and their jobs look at no process.
+        with suppress(OSError):
+            own = Path("/proc/self")
+            mark = (own / "cmdline").read_bytes() + b"\n" + stack_start((own / "stat").read_bytes())
+            (folder / f"{os.getpid()}{SEEN}").write_bytes(mark)
+
+    mark()
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=mark)
+
+
+def mark_in(content: bytes) -> tuple[bytes, bytes]:
+    """Return the command and the start of the stack from a file with the suffix `SEEN`."""
+    command, newline, stack = content.rpartition(b"\n")
+    return (command, stack) if newline else (content, b"")
+
+
+def stack_start(stat: bytes) -> bytes:
+    """Return the address of a program's stack from ``/proc/<pid>/stat``. It is ``b"0"`` or empty if Linux does not tell it.
+
+    The address changes if the process runs another program by ``exec``. It stays if the program changes its own command, as
+    vLLM's processes do (``VLLM::EngineCore``).
+    """
+    fields = stat.rpartition(b")")[2].split()
+    return fields[25] if len(fields) > 25 else b""
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
     """Write a process's usage to a file called ``name`` in ``folder``. An earlier file with this name is replaced."""
-    write_atomically(folder / f"{name}.json", json.dumps(asdict(usage)))
+    write_atomically(folder / f"{name}.json", usage_text(usage))
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
     """Read all processes' usages from ``folder``, in the order in which the processes first used CUDA."""
-    usages = []
-    for path in folder.glob("*.json"):
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        devices = tuple(DeviceUsage(**device) for device in plain["devices"])
-        ran_out = None if plain["ran_out"] is None else OutOfMemory(**plain["ran_out"])
-        changed = {
-            "devices": devices,
-            "ran_out": ran_out,
-            "imported": tuple(plain["imported"]),
-            "process": ProcessIdentity(**{**plain["process"], "command": tuple(plain["process"]["command"])}),
-        }
-        usages.append(ProcessUsage(**{**plain, **changed}))
+    usages = (usage_from(path.read_text(encoding="utf-8")) for path in folder.glob("*.json"))
     return tuple(sorted(usages, key=lambda usage: usage.began))
+
+
+def usage_text(usage: ProcessUsage) -> str:
+    """Return a process's usage as JSON in a single line, for `usage_from`."""
+    return json.dumps(asdict(usage))
+
+
+def usage_from(text: str) -> ProcessUsage:
+    """Return the usage in a text from `usage_text`."""
+    plain = json.loads(text)
+    process = {**plain["process"], "command": tuple(plain["process"]["command"])}
+    changed = {
+        "devices": tuple(_device_from(device) for device in plain["devices"]),
+        "ran_out": None if plain["ran_out"] is None else OutOfMemory(**plain["ran_out"]),
+        "imported": tuple(plain["imported"]),
+        "process": ProcessIdentity(**process),
+    }
+    return ProcessUsage(**{**plain, **changed})
+
+
+def _device_from(plain: dict[str, Any]) -> DeviceUsage:
+    recorded = plain["recorded"]
+    if recorded is None:
+        return DeviceUsage(**plain)
+    at_peak, retained = (tuple(map(_blocks_from, recorded[name])) for name in ("at_peak", "retained"))
+    return DeviceUsage(**{**plain, "recorded": Recorded(at_peak, retained, tuple(recorded["modules"]))})
+
+
+def _blocks_from(plain: dict[str, Any]) -> RecordedBlocks:
+    frames = tuple((str(file), int(line), str(name)) for file, line, name in plain["frames"])
+    return RecordedBlocks(**{**plain, "frames": frames})
 
 
 def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, int]) -> str | None:

@@ -6,12 +6,12 @@ In a measured job, a thread also writes changed usage several times a second, so
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import sysconfig
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack
@@ -22,19 +22,20 @@ import torch
 
 from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
-from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks, keeps_statistics
 from pytest_gpumem.emulating.emulated_process.usage import (
-    SEEN,
+    RECORD,
     DeviceUsage,
     OutOfMemory,
     ProcessIdentity,
     ProcessUsage,
     among_all,
+    is_own,
     no_kernels,
     write_usage,
 )
-from pytest_gpumem.emulating.emulation.load import current_emulation
-from pytest_gpumem.emulating.host_values.scope import current
+from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
+from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces, workspaces
 from pytest_gpumem.torch_support.private_api.allocator import (
     expandable_segments_are_on,
     observe_out_of_memory,
@@ -42,10 +43,15 @@ from pytest_gpumem.torch_support.private_api.allocator import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+    from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+    from pytest_gpumem.emulating.emulated_process.usage import Recorded
 
 _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
+_EMULATION = "pytest_gpumem.emulating.emulation.load"
+"""This module is loaded before torch if a GPU is emulated."""
 _OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
@@ -54,27 +60,40 @@ def record_usage(
     at_exit: Callable[[Callable[[], None]], object],
     steps: int | None = None,
     seconds: float | None = None,
+    command: tuple[str, ...] = tuple(sys.orig_argv),
+    has_sigterm: Callable[[], bool] | None = None,
 ) -> None:
-    """Record this process's GPU memory usage, starting when it first uses CUDA.
+    """Record this process's GPU memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
 
     Args:
         folder: The folder into which the usage is written.
         at_exit: Takes a function to call when the process ends, after the program's own exit functions.
         steps: If given, the process ends with status 0 when an optimizer has made this many steps and begins the next one.
         seconds: The interval between two looks at the usage in a measured job. ``None`` outside jobs.
+        command: The process's command.
+        has_sigterm: Returns whether SIGTERM has come, although the main thread may not have noticed.
     """
-    recorder = _Recorder(folder, seconds)
-    if seconds is not None:
-        _mark_as_reporting(folder)
+    recorder = _Recorder(folder, seconds, command, has_sigterm)
     at_exit(recorder.end)
-    when_cuda_begins(recorder.begin)
+    if seconds is None:
+        when_cuda_begins(recorder.begin)
+    else:
+        recorder.begin()
     if steps is not None:
         _end_after(steps)
 
 
 class _Recorder:
-    def __init__(self, folder: Path, seconds: float | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        seconds: float | None,
+        command: tuple[str, ...],
+        has_sigterm: Callable[[], bool] | None = None,
+    ) -> None:
         self._folder = folder
+        self._has_sigterm = has_sigterm
+        self._command = command
         self._seconds = seconds
         self._visible: str | None = None
         self._process: int | None = None
@@ -85,11 +104,19 @@ class _Recorder:
         self._imported: dict[str, None] = {}
         self._backward: BackwardWatch | None = None
         self._ended = False
+        self._written: object = None
+        self._window: int | None = None
+        self._blocks: BlockRecorder | None = None
+        self._workspaces: dict[int, Workspaces] = {}
+        """The workspaces at a request, by GPU. At other times they are not looked for."""
+        self._before: dict[int, tuple[int, int]] = {}
+        """The live bytes and the number of allocations when the window began, by GPU."""
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
         self._visible = os.environ.get(CUDA_VISIBLE_DEVICES)
         self._imported = dict.fromkeys(_installed())
+        self._record_blocks()
         self._write(None)
         self._peaks.begin()
         if keeps_statistics():
@@ -98,11 +125,7 @@ class _Recorder:
         os._exit = self._ending(os._exit)
         if self._seconds is not None:
             os.execv, os.execve = self._ending(os.execv), self._ending(os.execve)
-            self._end_at_sigterm()
-            with suppress(RuntimeError):  # an ending interpreter starts no thread
-                threading.Thread(
-                    target=self._write_often, args=(self._seconds,), name="gpumem-usage", daemon=True
-                ).start()
+            start_reporting(self, self._folder, self._seconds, self._has_sigterm)
 
     def _ending(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that writes the usage, and then calls ``leave``, which ends the program.
@@ -128,31 +151,42 @@ class _Recorder:
                 self._ended = False
                 self._write(None)
 
-    def _end_at_sigterm(self) -> None:
-        """Write the usage at SIGTERM, for example from ``Process.terminate()``, if the program does not handle this signal."""
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
+    def write_if_changed(self) -> None:
+        """Write the usage of a running process if its peaks have changed since the last call."""
+        with self._peaks.lock:
+            if self._ended:
+                return
+            self._peaks.take()
+            current_peaks = dict(self._peaks.allocated), dict(self._peaks.reserved)
+            if current_peaks != self._written:
+                self._write(None)
+                self._written = current_peaks
 
-        def end_and_die(signum: int, _frame: object) -> None:
-            self.end()
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+    def begin_window(self, window: int) -> ProcessUsage | None:
+        """Begin a window with new peaks, and return the usage in the window before. If this process ends, return ``None``."""
+        with self._peaks.lock:
+            if self._ended:
+                return None
+            self._workspaces = workspaces()
+            usage = replace(self._usage(None, with_blocks=True), imported=())
+            self._record_blocks()
+            self._window, self._times = window, 0
+            self._peaks.restart()
+            self._before = {device: (self._live(device), self._peaks.allocations(device)) for device in self._used()}
+            self._workspaces = {}
+            self._write(None)
+            return usage
 
-        signal.signal(signal.SIGTERM, end_and_die)
+    def _record_blocks(self) -> None:
+        """Begin a new recording of allocations if the test asks for it. End any earlier recording."""
+        if self._blocks is not None:
+            self._blocks.end()
+            self._blocks.failure = None
+        if (self._folder / RECORD).exists():
+            from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
 
-    def _write_often(self, seconds: float) -> None:
-        written: object = None
-        while True:
-            time.sleep(seconds)
-            with self._peaks.lock:
-                if self._ended:
-                    continue
-                self._peaks.take()
-                current_peaks = dict(self._peaks.allocated), dict(self._peaks.reserved)
-                if current_peaks != written:
-                    self._write(None)
-                    written = current_peaks
+            self._blocks = self._blocks or BlockRecorder()
+            self._blocks.begin()
 
     def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
         with self._peaks.lock:
@@ -182,52 +216,84 @@ class _Recorder:
                 self._write(time.monotonic_ns())
 
     def _write(self, ended: int | None) -> None:
-        if not self._folder.is_dir():
-            return  # the command that made this folder has ended before this process
+        usage = self._usage(ended, with_blocks=ended is not None)
+        # The command or session that made this folder may have ended before this process. That must not fail the program.
+        with suppress(OSError):
+            if is_own(self._folder):
+                write_usage(self._folder, f"{self._process}-{self._began}", usage)
+
+    def _usage(self, ended: int | None, *, with_blocks: bool) -> ProcessUsage:
         self._peaks.take()
-        values, emulation = current(), current_emulation()
-        used = [device for device, reserved in self._peaks.reserved.items() if reserved]
-        usage = ProcessUsage(
+        blocks = self._blocks.recorded(self._workspaces) if self._blocks is not None and with_blocks else {}
+        used = self._used()
+        return ProcessUsage(
             began=self._began,
             ended=ended,
-            devices=tuple(self._of_device(device) for device in sorted(used)),
+            devices=tuple(self._of_device(device, blocks.get(device)) for device in used),
             times_out_of_memory=self._times,
             ran_out=self._ran_out,
-            expandable=bool(used) and expandable_segments_are_on(),
-            unknown=values.reads.first_trouble if values is not None else None,
+            # This asks for a snapshot of all blocks, which takes long. A measured job does not need it.
+            expandable=self._seconds is None and bool(used) and expandable_segments_are_on(),
             without_statistics=not keeps_statistics(),
-            lacking=emulation.cudnn.lacking(self._peaks.allocated) if emulation is not None else None,
-            no_kernels=no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
-            if emulation is not None
-            else None,
             imported=tuple(self._imported),
-            process=process_identity(),
+            process=process_identity(self._command),
+            window=self._window,
+            unrecorded=self._blocks.failure if self._blocks is not None and with_blocks else None,
+            written=ticks_now(),
+            **_doubts(self._peaks.allocated),
         )
-        write_usage(self._folder, f"{self._process}-{self._began}", usage)
+
+    def _used(self) -> list[int]:
+        return sorted(device for device, reserved in self._peaks.reserved.items() if reserved)
 
     def _number(self, device: int) -> int:
         """Return a GPU's index among all GPUs. The variable counts as it was when CUDA began, because torch read it then."""
         return among_all(device, self._visible)
 
-    def _of_device(self, device: int) -> DeviceUsage:
+    def _of_device(self, device: int, recorded: Recorded | None) -> DeviceUsage:
         retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
-        return DeviceUsage(self._number(device), self._peaks.allocated[device], self._peaks.reserved[device], retries)
+        live_before, earlier_allocations = self._before.get(device, (0, 0))
+        allocations = self._peaks.allocations(device)
+        if not allocations:  # cudaMallocAsync counts none
+            allocations = int(self._peaks.allocated[device] > live_before)
+        return DeviceUsage(
+            self._number(device),
+            self._peaks.allocated[device],
+            self._peaks.reserved[device],
+            retries,
+            self._peaks.requested[device] - self._workspaces.get(device, Workspaces()).by_chance,
+            self._live(device),
+            live_before,
+            allocations - earlier_allocations,
+            recorded,
+        )
+
+    def _live(self, device: int) -> int:
+        """Return the requested bytes in tensors, without known workspaces."""
+        return self._peaks.live(device) - self._workspaces.get(device, Workspaces()).total
 
 
-def _mark_as_reporting(folder: Path) -> None:
-    """Write the command of this process, and of each fork, into a file in the folder. So the job knows this process."""
+def _doubts(allocated: Mapping[int, int]) -> dict[str, str | None]:
+    """Return the usage's remarks about an emulated GPU. On a real GPU there are none.
 
-    def mark() -> None:
-        # The job may have ended, and its folder with it. Other systems have no such file, and their jobs look at no process.
-        with suppress(OSError):
-            (folder / f"{os.getpid()}{SEEN}").write_bytes(Path("/proc/self/cmdline").read_bytes())
+    The modules imported here take 0.1 s, so a process with a real GPU does not import them.
+    """
+    if _EMULATION not in sys.modules:
+        return {}
+    from pytest_gpumem.emulating.emulation.load import current_emulation
+    from pytest_gpumem.emulating.host_values.scope import current
 
-    mark()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=mark)
+    values, emulation = current(), current_emulation()
+    doubts = {}
+    if values is not None:
+        doubts = {"unknown": values.reads.first_trouble, "invalid": values.reads.first_invalid}
+    if emulation is not None:
+        doubts["lacking"] = emulation.cudnn.lacking(allocated)
+        doubts["no_kernels"] = no_kernels(torch.__version__, torch.cuda.get_arch_list(), emulation.gpu.capability)
+    return doubts
 
 
-def process_identity() -> ProcessIdentity:
+def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
     """Return this process's program, its time of start, and its rank."""
     numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
     rank, local_rank, world, restart = (int(number) if number.isdecimal() else None for number in numbers)
@@ -237,7 +303,7 @@ def process_identity() -> ProcessIdentity:
         pid=os.getpid(),
         parent=os.getppid(),
         started=_started(),
-        command=tuple(sys.orig_argv),
+        command=command,
         name="" if name == "MainProcess" else name,
         rank=rank,
         local_rank=local_rank,
@@ -252,6 +318,13 @@ def _started() -> int:
         return int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def ticks_now() -> int:
+    """Return the current time in ticks since the machine started, as in `ProcessIdentity.started`; 0 if unknown."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _installed() -> list[str]:

@@ -141,9 +141,10 @@ def _compiler() -> tuple[str, ...]:
 
 def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
     needed = _needed(torch)
-    for soname in needed.keys() & beside.keys():  # ignore libraries of other CUDA releases, which torch does not need
-        needed[soname].names.update(name for name, _ in beside[soname])
-        needed[soname].versions.update(version for _, version in beside[soname] if version is not None)
+    for soname, functions in needed.items():  # ignore libraries of other CUDA releases, which torch does not need
+        also = [*beside.get(soname, ()), *beside.get(functions.library.stem, ())]
+        functions.names.update(name for name, _ in also)
+        functions.versions.update(version for _, version in also if version is not None)
     sources = draft / "source"
     sources.mkdir()
     for name, text in _sources().items():

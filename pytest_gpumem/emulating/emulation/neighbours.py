@@ -14,14 +14,18 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.atomic_file import write_atomically
 from pytest_gpumem.base.errors import NotElf
 from pytest_gpumem.emulating.emulation.elf import read_needs
-from pytest_gpumem.emulating.emulation.libraries import library_of
+from pytest_gpumem.emulating.emulation.libraries import LIBRARIES, library_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
 Needs = dict[str, list[tuple[str, str | None]]]
-"""Soname -> needed functions, each with its version node: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``."""
+"""Soname -> needed functions, each with its version node: ``{"libcudart.so.13": [("cudaMalloc", "libcudart.so.13")]}``.
+
+If a package's library does not name the other library, the key has no version: ``{"libcublas": [("cublasHgemm", None)]}``. For
+example, vLLM's libraries rely on torch to load cuBLAS.
+"""
 _DEPTH = 2
 """The depth to which a package's folders are searched for shared libraries."""
 _NOT_THEIRS = ("torch", "nvidia", "triton")
@@ -37,7 +41,9 @@ def needed_beside(packages: Path, cache: Path) -> Needs:
         cache: The folder for the cached result.
     """
     installed = sorted(path.name for path in packages.glob("*.dist-info"))
-    cached = cache / f"beside-{hashlib.sha256(repr((str(packages), installed)).encode()).hexdigest()[:16]}.json"
+    cached = (
+        cache / f"beside-{hashlib.sha256(repr((str(packages), installed, LIBRARIES)).encode()).hexdigest()[:16]}.json"
+    )
     # If the cached file is missing or invalid, the packages are read again.
     with suppress(OSError, ValueError, TypeError, AttributeError):
         plain = json.loads(cached.read_text(encoding="utf-8"))
@@ -60,8 +66,12 @@ def _read(packages: Path) -> Needs:
         for path in _libraries_in(package, _DEPTH):
             with suppress(NotElf, OSError):
                 for symbol in read_needs(path).symbols:
-                    if symbol.library is not None and library_of(symbol.library) is not None:
-                        needs.setdefault(symbol.library, set()).add((symbol.name, symbol.version))
+                    if symbol.library is None:
+                        stems = [library.stem for library in LIBRARIES if library.symbols.match(symbol.name)]
+                    else:
+                        stems = [symbol.library] if library_of(symbol.library) is not None else []
+                    for stem in stems:
+                        needs.setdefault(stem, set()).add((symbol.name, symbol.version))
     return {soname: sorted(needed, key=repr) for soname, needed in sorted(needs.items())}
 
 

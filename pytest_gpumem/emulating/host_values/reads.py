@@ -59,6 +59,8 @@ class Reads:
         self.first_trouble: str | None = None
         """A text about the first read in this process that was a trouble or decided a branch: ``"a value is read ..., at
         train.py:9"``."""
+        self.first_invalid: str | None = None
+        """A text about the first read in this process that makes peaks wrong."""
         self._trouble: str | None = None
         self._decided: Counter[str] = Counter()
         self._other: Counter[str] = Counter()
@@ -89,6 +91,7 @@ class Reads:
                 f"{clause} that an emulated GPU does not compute{_MENDS.get(clause, '')}, at {self._users_line()}"
             )
             self.first_trouble = self.first_trouble or self._trouble
+            self.first_invalid = self.first_invalid or self._trouble
 
     def of_float(self, use: Use = "kept") -> None:
         """Record how the program uses an uncomputed float. The default ``"kept"`` stands for uses that do not change memory."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.emulating.host_values.host_operators import is_exact, is_ordinary, on_host, tensors_among
+from pytest_gpumem.emulating.host_values.object_collectives import exchange_objects
 from pytest_gpumem.emulating.host_values.scripts import follow_scripts
 from pytest_gpumem.emulating.host_values.serialized import follow_serialized
 from pytest_gpumem.emulating.host_values.unknown_float import UNKNOWN, UnknownFloat, is_unknown_number
@@ -50,6 +51,7 @@ def watch_methods(mode: HostValues) -> None:
         _replace(module, "to_dlpack", _give, mode)
     follow_serialized(mode, partial(_is_unknown, mode))
     follow_scripts(mode, partial(_is_unknown, mode))
+    exchange_objects()
     comm: Any = torch.nn.parallel.comm
     plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
     for owner, name, watching in (

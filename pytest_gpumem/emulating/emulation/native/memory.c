@@ -56,7 +56,7 @@ int cudaHostGetDevicePointer(void **device, void *host, unsigned flags) { *devic
 int cudaPointerGetAttributes(PointerAttributes *attributes, const void *at) {
     memset(attributes, 0, sizeof *attributes);
     int device = gpumem_device_of(at, -2);
-    attributes->device = device;
+    attributes->device = device == -1 ? gpumem_current() : device;  // pinned memory belongs to the GPU that is current
     attributes->kind = device == -2 ? 0 : device == -1 ? 1 : 2;
     if (device != -2) attributes->on_device = (void *)at;
     if (device < 0) attributes->on_host = (void *)at;
@@ -90,8 +90,9 @@ static int is_read(const void *to, const void *from, size_t bytes) {
 
 enum { DEVICE_TO_HOST = 2, DEVICE_TO_DEVICE };
 static int copy(void *to, const void *from, size_t bytes, int kind) {
-    /* C++ code has computed this address from a number that no kernel has written, so the address is wrong. */
-    if (bytes && kind == DEVICE_TO_HOST && gpumem_device_of(from, -2) < 0) return gpumem_fail(INVALID_VALUE);
+    /* C++ code has computed this address from a number that no kernel has written, so the address is wrong. A GPU can read pinned
+       memory. */
+    if (bytes && kind == DEVICE_TO_HOST && gpumem_device_of(from, -2) == -2) return gpumem_fail(INVALID_VALUE);
     if (is_read(to, from, bytes)) return SUCCESS;
     if (bytes > REAL_BYTES && is_ours(to)) wipe(to, bytes);
     else if (bytes) memmove(to, from, bytes);

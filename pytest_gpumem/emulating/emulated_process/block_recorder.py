@@ -1,0 +1,309 @@
+"""Record a process's allocations by CUDA's history, and find the blocks at the peak and those that stay.
+
+The history has Python frames for each allocation, and `running_modules` adds the module. After the window, modules,
+optimizers and tensors that still refer to a block give its category, dtype and shape. All code here leaves the program's
+objects alone: it neither calls nor changes them. If the recording fails, the program goes on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
+from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
+from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+from pytest_gpumem.torch_support.private_api.allocator import (
+    before_history_changes,
+    cuda_history_is_on,
+    cuda_snapshot,
+    start_cuda_history,
+    stop_cuda_history,
+)
+from pytest_gpumem.torch_support.private_api.tensors import data_address
+from pytest_gpumem.torch_support.reachability import alive, reachable_tensors
+from pytest_gpumem.torch_support.static_access import (
+    attribute,
+    dense_bytes,
+    dtype_and_shape,
+    gradient_of,
+    is_a,
+    named_modules,
+    named_tensors,
+    parts_of,
+    tensor_property,
+    tensor_text,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from pytest_gpumem.emulating.emulated_process.usage import Frame
+
+_MOST_FRAMES = 64
+MOST_ENTRIES = 2**19
+"""The most entries in a GPU's history. A tensor has three. A snapshot of 300,000 entries with 31 frames each took 5.4 s and
+415 MB on two busy cores (torch 2.13), and the program waits for it."""
+_BY_PROGRAM = "the program records them itself"
+
+
+class Owner(NamedTuple):
+    """The tensor in a block."""
+
+    category: str = "other"
+    module: str = ""
+    tensor: str = ""
+
+
+class BlockRecorder:
+    """Records this process's allocations."""
+
+    def __init__(self) -> None:
+        self.failure: str | None = None
+        """The reason why the current window's allocations are not recorded; ``None`` if they are recorded."""
+        self._recording: ExitStack | None = None
+        self._modules = RunningModules()
+
+    def begin(self) -> None:
+        """Begin a new recording, unless the program records its history itself."""
+        self.end()
+        try:
+            self.failure = _lacking()
+            if self.failure is None:
+                with ExitStack() as stack:
+                    start_cuda_history(most_entries=MOST_ENTRIES)
+                    stack.callback(stop_cuda_history)
+                    self._modules.watch()
+                    stack.callback(self._modules.unwatch)
+                    # Last, because this context must not see our own calls.
+                    stack.enter_context(before_history_changes(self._give_way))
+                    self._recording = stack.pop_all()
+        except Exception as error:  # noqa: BLE001 -- the program must go on
+            self.failure = _text_of(error)
+
+    def end(self) -> None:
+        """End the recording, if there is one."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            with suppress(Exception):
+                recording.close()
+
+    def _give_way(self) -> None:
+        """End the recording, because the program begins to record its history itself."""
+        self.end()
+        self.failure = _BY_PROGRAM
+
+    def recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+        """Return the recorded blocks by GPU. The mapping is empty without a recording; `failure` says why.
+
+        Args:
+            workspaces: The workspaces that count once, by GPU.
+        """
+        if self._recording is None:
+            return {}
+        try:
+            return self._recorded(workspaces)
+        except Exception as error:  # noqa: BLE001 -- the program's objects may do anything
+            self.failure = _text_of(error)
+            return {}
+
+    def _recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+        snapshot = cuda_snapshot()
+        traces = snapshot["device_traces"]
+        if max(map(len, traces), default=0) >= MOST_ENTRIES:
+            self.failure = f"the history has no room for more than {MOST_ENTRIES:,} entries"
+            return {}
+        active: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for segment in snapshot["segments"]:
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    active[segment["device"]][block["address"]] = block["requested_size"]
+        models = _models()
+        paths = module_paths(models)
+        owners = _Owners(active)
+        owners.add_all(models, paths)
+        return {
+            device: replace(
+                recorded_blocks(
+                    trace,
+                    active[device],
+                    owners.on_gpu[device],
+                    lambda note: self._modules.path(note, paths),
+                    workspaces.get(device, Workspaces()).addresses,
+                ),
+                modules=tuple(dict.fromkeys(paths.values())),
+            )
+            for device, trace in enumerate(traces)
+        }
+
+
+def _lacking() -> str | None:
+    backend = torch.cuda.memory.get_allocator_backend()
+    if backend != "native":
+        return f"the allocator {backend} has no history"
+    return _BY_PROGRAM if cuda_history_is_on() else None
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def recorded_blocks(
+    trace: Iterable[Mapping[str, Any]],
+    active: Mapping[int, int],
+    owners: Mapping[int, Owner],
+    module_of: Callable[[str], str] = str,
+    workspaces: Collection[int] = (),
+) -> Recorded:
+    """Return the blocks at the peak, and the blocks that were allocated in a window and are live at its end.
+
+    Args:
+        trace: The history's entries on a GPU, as in torch's snapshots.
+        active: The live blocks' requested bytes at the window's end, by address.
+        owners: The tensors at the window's end, by address.
+        module_of: Returns the module's path for an entry's note.
+        workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none as left.
+    """
+    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
+    peak_at = _peak_at(entries)
+    at_peak, _ = _new_blocks(entries[: peak_at + 1])
+    new, freed = _new_blocks(entries)
+    # Blocks from before the window: those that stayed, and those that were freed after the peak.
+    older = [(address, nbytes, True) for address, nbytes in active.items() if address not in new]
+    older += [(entries[index]["addr"], entries[index]["size"], False) for index in freed if index > peak_at]
+    owners = {**owners, **dict.fromkeys(workspaces, Owner("workspace"))}
+    first_workspaces = {active[address]: address for address in sorted(workspaces, reverse=True)}
+    by_chance = set(workspaces).difference(first_workspaces.values())
+    groups, left = _Groups(owners, module_of), _Groups(owners, module_of)
+    for address, nbytes, is_live in older:
+        if not (is_live and address in by_chance):
+            groups.add({"addr": address, "size": nbytes}, is_live=is_live)
+    for address, index in at_peak.items():
+        is_live = new.get(address) == index
+        if not (is_live and address in by_chance):
+            groups.add(entries[index], is_live=is_live)
+    for address, index in new.items():
+        if address not in workspaces:
+            left.add(entries[index], is_live=True)
+    return Recorded(groups.blocks(), left.blocks())
+
+
+def _peak_at(entries: Iterable[Mapping[str, Any]]) -> int:
+    """Return the entry's index at which the peak was reached; -1 if it was at the begin."""
+    change, highest, peak_at = 0, 0, -1
+    for index, entry in enumerate(entries):
+        change += entry["size"] if entry["action"] == "alloc" else -entry["size"]
+        if change > highest:
+            highest, peak_at = change, index
+    return peak_at
+
+
+def _new_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[int, int], list[int]]:
+    """Return the entries that allocated the blocks which are live at the end, by address, and frees for older blocks."""
+    live: dict[int, int] = {}
+    older_frees = []
+    for index, entry in enumerate(entries):
+        if entry["action"] == "alloc":
+            live[entry["addr"]] = index
+        elif live.pop(entry["addr"], None) is None:
+            older_frees.append(index)
+    return live, older_frees
+
+
+class _Groups:
+    """Equal blocks, joined."""
+
+    def __init__(self, owners: Mapping[int, Owner], module_of: Callable[[str], str]) -> None:
+        self._owners = owners
+        self._module_of = module_of
+        self._groups: defaultdict[tuple[Owner, tuple[Frame, ...], int], list[int]] = defaultdict(list)
+
+    def add(self, entry: Mapping[str, Any], *, is_live: bool) -> None:
+        """Add a block. Its owner is known if the block is live at the end."""
+        owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
+        frames = tuple(
+            (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+            for frame in entry.get("frames", ())[:_MOST_FRAMES]
+        )
+        owner = owner._replace(module=owner.module or self._module_of(entry.get("user_metadata", "")))
+        self._groups[owner, frames, entry["size"]].append(entry["size"])
+
+    def blocks(self) -> tuple[RecordedBlocks, ...]:
+        """Return the groups."""
+        return tuple(
+            RecordedBlocks(sum(sizes), len(sizes), *owner, frames) for (owner, frames, _), sizes in self._groups.items()
+        )
+
+
+def _models() -> list[torch.nn.Module]:
+    """Return all modules that are not within another module."""
+    modules = alive(torch.nn.Module)
+    inner = {id(module) for outer in modules for path, module in named_modules(outer) if path}
+    return [module for module in modules if id(module) not in inner]
+
+
+class _Owners:
+    """The live tensors, by GPU and by memory address.
+
+    Args:
+        active: The live blocks' bytes by GPU and address.
+    """
+
+    def __init__(self, active: Mapping[int, Mapping[int, int]]) -> None:
+        self._active = active
+        self.on_gpu: defaultdict[int, dict[int, Owner]] = defaultdict(dict)
+
+    def add(self, tensors: Iterable[torch.Tensor], category: str, module: str = "") -> None:
+        """Add tensors. A block's first category stays."""
+        for tensor in tensors:
+            with suppress(Exception):  # some tensors have neither memory nor a shape
+                for part in parts_of(tensor):
+                    self._add(part, category, module)
+
+    def _add(self, tensor: torch.Tensor, category: str, module: str) -> None:
+        gpu = tensor_property(tensor, "device")
+        blocks = self._active.get(gpu.index, {}) if gpu.type == "cuda" else {}
+        address = data_address(tensor) if blocks else 0
+        if address in blocks:
+            is_whole = dense_bytes(tensor) == blocks[address]
+            owner = Owner(category, module, tensor_text(*dtype_and_shape(tensor)) if is_whole else "")
+            on_gpu = self.on_gpu[gpu.index]
+            on_gpu[address] = _joined(on_gpu[address], owner) if address in on_gpu else owner
+
+    def add_all(self, models: Iterable[torch.nn.Module], paths: Mapping[int, str]) -> None:
+        """Add the modules' and optimizers' tensors, and then all other tensors.
+
+        Args:
+            models: The outermost modules.
+            paths: Each module's path by id.
+        """
+        by_parameter: dict[int, str] = {}
+        for model in models:
+            modules = dict(named_modules(model))
+            for path, _, parameter in named_tensors(model, "parameters"):
+                module = by_parameter[id(parameter)] = paths[id(modules[path])]
+                gradient = gradient_of(parameter)
+                self.add([parameter], "parameter", module)
+                self.add([] if gradient is None else [gradient], "gradient", module)
+            for path, _, buffer in named_tensors(model, "buffers"):
+                self.add([buffer], "buffer", paths[id(modules[path])])
+        for optimizer in alive(torch.optim.Optimizer):
+            states = attribute(optimizer, "state")
+            for parameter, state in list(dict.items(states)) if is_a(states, dict) else ():
+                self.add(reachable_tensors([state]), "optimizer state", by_parameter.get(id(parameter), ""))
+        self.add(alive(torch.Tensor), "other")
+
+
+def _joined(first: Owner, second: Owner) -> Owner:
+    """Return a block's owner from two tensors in it. For modules ``blocks.0.k`` and ``blocks.0.v``, it is ``blocks.0``."""
+    tensor = first.tensor or second.tensor
+    if first.category != second.category:
+        return first._replace(tensor=tensor)
+    parts = zip(first.module.split("."), second.module.split("."), strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1], parts)
+    return Owner(first.category, ".".join(part for part, _ in same), tensor)

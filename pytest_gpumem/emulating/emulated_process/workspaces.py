@@ -1,0 +1,66 @@
+"""cuBLAS's workspaces in a running process.
+
+torch allocates a workspace for each thread that multiplies matrices at the same time as another thread, and keeps it. So chance
+decides how many workspaces a server with several threads has. A workspace takes 33,554,432 bytes on an H100.
+"""
+
+from __future__ import annotations
+
+import gc
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from pytest_gpumem.torch_support.private_api.allocator import cublas_workspace_sizes, cuda_snapshot
+from pytest_gpumem.torch_support.private_api.tensors import data_address
+from pytest_gpumem.torch_support.reachability import alive
+from pytest_gpumem.torch_support.static_access import parts_of
+
+
+class Workspaces(NamedTuple):
+    """The workspaces on a GPU in bytes."""
+
+    total: int = 0
+    once: int = 0
+    """The bytes if a single thread multiplied matrices."""
+    addresses: frozenset[int] = frozenset()
+
+    @property
+    def by_chance(self) -> int:
+        """The bytes of workspaces that exist because threads ran at the same time."""
+        return self.total - self.once
+
+
+def workspaces() -> dict[int, Workspaces]:
+    """Return the workspaces by GPU index. Each is a block with a workspace's size that no tensor in Python refers to.
+
+    Nothing is found after ``gc.freeze()``, which hides tensors, or with an allocator without snapshots. A weight may have the
+    size of a workspace.
+    """
+    sizes = cublas_workspace_sizes()
+    if not sizes or gc.get_freeze_count() or torch.cuda.memory.get_allocator_backend() != "native":
+        return {}
+    blocks = [
+        (segment["device"], block["address"], block["requested_size"])
+        for segment in cuda_snapshot()["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["requested_size"] in sizes
+    ]
+    of_tensors = _addresses() if blocks else set()
+    by_device: dict[int, dict[int, int]] = {}
+    for device, address, nbytes in blocks:
+        if address not in of_tensors:
+            by_device.setdefault(device, {})[address] = nbytes
+    return {
+        device: Workspaces(sum(by_address.values()), sum({*by_address.values()}), frozenset(by_address))
+        for device, by_address in by_device.items()
+    }
+
+
+def _addresses() -> set[int]:
+    addresses = set()
+    for tensor in alive(torch.Tensor):
+        with suppress(Exception):  # some tensors have no memory
+            addresses |= {data_address(part) for part in parts_of(tensor)}
+    return addresses

@@ -1,0 +1,251 @@
+"""Blocks at a process's peak and at a window's end, from typed-out histories; and paths of modules."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from pytest_gpumem.emulating.emulated_process import running_modules
+from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder, Owner, recorded_blocks
+from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
+from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
+from pytest_gpumem.torch_support.private_api.compiler import load_compiler
+
+
+def _alloc(address, nbytes, line=0, note=""):
+    frames = [{"filename": "/serve.py", "line": line, "name": "ask"}] if line else []
+    return {"action": "alloc", "addr": address, "size": nbytes, "frames": frames, "user_metadata": note}
+
+
+def _free(address, nbytes):
+    return {"action": "free_completed", "addr": address, "size": nbytes, "frames": [], "user_metadata": ""}
+
+
+def _blocks(nbytes, line=0, count=1, category="other", module="", tensor=""):
+    frames = (("/serve.py", line, "ask"),) if line else ()
+    return RecordedBlocks(nbytes, count, category, module, tensor, frames)
+
+
+def test_blocks_freed_before_the_peak_are_left_out_and_those_that_stay_are_retained():
+    trace = [_alloc(1, 100, 5), _free(1, 100), _alloc(2, 60, 6), _alloc(3, 70, 7), _free(3, 70), _alloc(4, 20, 8)]
+    recorded = recorded_blocks(trace, {2: 60, 4: 20}, {})
+    assert recorded == Recorded((_blocks(60, 6), _blocks(70, 7)), (_blocks(60, 6), _blocks(20, 8)))
+
+
+def test_the_first_of_equal_peaks_counts():
+    trace = [_alloc(1, 100, 5), _free(1, 100), _alloc(1, 100, 6), _free(1, 100)]
+    assert recorded_blocks(trace, {}, {}) == Recorded((_blocks(100, 5),), ())
+
+
+def test_older_blocks_are_at_the_peak_if_they_stay_or_are_freed_after_it():
+    trace = [_free(7, 30), _alloc(1, 100, 5), _free(8, 40), _free(1, 100)]
+    recorded = recorded_blocks(trace, {9: 50}, {})
+    assert recorded == Recorded((_blocks(50), _blocks(40), _blocks(100, 5)), ())
+
+
+def test_a_window_that_only_frees_has_its_peak_at_its_begin():
+    recorded = recorded_blocks([_free(7, 30), _alloc(1, 30, 5)], {9: 50, 1: 30}, {})
+    assert recorded == Recorded((_blocks(50), _blocks(30)), (_blocks(30, 5),))
+
+
+def test_a_block_at_a_freed_address_does_not_get_the_earlier_blocks_owner_or_line():
+    owners = {1: Owner("parameter", "fc", "float32[25]")}
+    trace = [_alloc(1, 100, 5), _free(1, 100), _alloc(1, 90, 6)]
+    recorded = recorded_blocks(trace, {1: 90}, owners)
+    assert recorded.at_peak == (_blocks(100, 5),)
+    assert recorded.retained == (_blocks(90, 6, 1, "parameter", "fc", "float32[25]"),)
+
+
+def test_equal_blocks_are_a_group_and_blocks_of_another_size_are_not():
+    trace = [_alloc(1, 100, 5), _alloc(2, 100, 5), _alloc(3, 80, 5), _alloc(4, 100, 6)]
+    recorded = recorded_blocks(trace, {}, {})
+    assert recorded.at_peak == (_blocks(200, 5, 2), _blocks(80, 5), _blocks(100, 6))
+
+
+def test_the_module_is_the_owners_or_else_that_in_the_note():
+    trace = [_alloc(1, 100, 5, "note 1"), _alloc(2, 100, 5, "note 1"), _alloc(3, 10, 5, "the program's own")]
+    owners = {2: Owner("buffer", "norm")}
+    recorded = recorded_blocks(trace, {1: 100, 2: 100, 3: 10}, owners, lambda note: {"note 1": "attn"}.get(note, ""))
+    assert [(group.category, group.module) for group in recorded.at_peak] == [
+        ("other", "attn"),
+        ("buffer", "norm"),
+        ("other", ""),
+    ]
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.key(x)
+
+
+class Failing(torch.nn.Module):
+    def forward(self, x):
+        raise ValueError
+
+
+class Hostile(torch.nn.Module):
+    """A module whose attributes run code, and whose submodules are not in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.__dict__["_modules"] = object()
+
+    def __getattribute__(self, name):
+        if name in ("named_modules", "children", "__class__"):
+            raise AssertionError(name)
+        return super().__getattribute__(name)
+
+    def __hash__(self):
+        raise AssertionError
+
+    def __eq__(self, other):
+        raise AssertionError
+
+    def forward(self, x):
+        return x + 1
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """The notes of this thread and others, in the order in which they were made, as paths of dead modules."""
+    notes = []
+    monkeypatch.setattr(running_modules, "note_on_allocations", notes.append)
+    modules = RunningModules()
+    modules.watch()
+    yield lambda paths=None: [modules.path(note, paths or {}) for note in notes]
+    modules.unwatch()
+
+
+def test_a_note_has_the_path_within_the_outermost_module_and_ends_with_the_module(noted):
+    torch.nn.Sequential(Attention())(torch.ones(2))
+    assert noted() == ["Sequential", "Sequential.0", "Sequential.0.key", "Sequential.0", "Sequential", ""]
+
+
+def test_a_live_module_has_its_path_within_the_whole_model(noted):
+    model = torch.nn.ModuleDict({"encoder": Attention()})
+    model["encoder"](torch.ones(2))
+    assert noted(module_paths([model])) == ["encoder", "encoder.key", "encoder", ""]
+
+
+def test_a_module_that_raises_leaves_no_note(noted):
+    with pytest.raises(ValueError):
+        torch.nn.Sequential(Failing())(torch.ones(2))
+    Attention()(torch.ones(2))
+    assert noted() == ["Sequential", "Sequential.0", "Sequential", "", "Attention", "key", "Attention", ""]
+
+
+def test_threads_have_their_own_running_modules(noted):
+    class Waiting(torch.nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=Attention(), args=(x,))
+            thread.start()
+            thread.join()
+            return x
+
+    Waiting()(torch.ones(2))
+    assert noted() == ["Waiting", "Attention", "key", "Attention", "", ""]
+
+
+def test_a_module_runs_as_ever_if_its_attributes_are_hostile(noted):
+    hostile = Hostile()
+    assert hostile(torch.ones(1)).item() == 2
+    assert noted() == ["Hostile", ""]
+    assert module_paths([hostile]) == {id(hostile): "Hostile"}
+
+
+def test_notes_from_an_earlier_recording_or_the_program_name_no_module(monkeypatch):
+    notes = []
+    monkeypatch.setattr(running_modules, "note_on_allocations", notes.append)
+    modules = RunningModules()
+    model = Attention()
+    for _ in range(2):
+        modules.watch()
+        model(torch.ones(2))
+    modules.unwatch()
+    assert [modules.path(note, {}) for note in notes] == ["", "", "", "", "Attention", "key", "Attention", ""]
+    assert modules.path("phase 1", {}) == ""
+
+
+def test_a_program_that_compiles_is_neither_warned_nor_has_hooks_in_its_graphs(noted):
+    load_compiler()
+    model = torch.nn.Sequential(Attention())
+    model(torch.ones(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        compiled(torch.ones(2))
+    assert noted() == ["Sequential", "Sequential.0", "Sequential.0.key", "Sequential.0", "Sequential", "", ""]
+    later = RunningModules()
+    later.watch()
+    assert not torch.nn.modules.module._global_forward_hooks
+    del compiled
+
+
+def test_a_module_that_compiles_in_its_forward_names_no_later_allocation(noted):
+    load_compiler()  # its import would warn
+
+    class Compiling(torch.nn.Module):
+        def forward(self, x):
+            torch.compile(torch.sin)
+            return x
+
+    Compiling()(torch.ones(2))
+    assert noted() == ["Compiling", ""]
+
+
+def test_if_another_thread_runs_a_module_at_compilation_no_module_is_named(noted):
+    load_compiler()
+
+    class Waiting(torch.nn.Module):
+        def forward(self, x):
+            thread = threading.Thread(target=torch.compile, args=(torch.sin,))
+            thread.start()
+            thread.join()
+            return x
+
+    Waiting()(torch.ones(2))
+    assert noted() == ["", ""]
+
+
+def test_models_of_two_classes_with_equal_paths_are_told_apart():
+    class Other(Attention):
+        pass
+
+    first, second, copy = Attention(), Other(), Attention()
+    paths = module_paths([first, second])
+    assert [paths[id(module)] for module in (first, first.key, second, second.key)] == [
+        *("Attention", "Attention.key", "Other", "Other.key")
+    ]
+    paths = module_paths([first, copy])
+    assert paths[id(copy.key)] == "key"
+
+
+def test_wrappers_do_not_change_paths():
+    model = torch.nn.DataParallel(Attention())
+    paths = module_paths([model])
+    assert [paths[id(module)] for module in (model, model.module, model.module.key)] == [
+        *("DataParallel", "Attention", "key")
+    ]
+
+
+def test_what_fails_in_a_recording_is_its_reason_and_not_an_error(monkeypatch):
+    recorder = BlockRecorder()
+    monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: "cudaMallocAsync")
+    recorder.begin()
+    assert (recorder.recorded({}), recorder.failure) == ({}, "the allocator cudaMallocAsync has no history")
+    monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: "native")
+    monkeypatch.setattr("torch._C._cuda_isHistoryEnabled", lambda: True, raising=False)
+    recorder.begin()
+    assert (recorder.recorded({}), recorder.failure) == ({}, "the program records them itself")
+    monkeypatch.delattr("torch._C._cuda_isHistoryEnabled", raising=False)
+    recorder.begin()
+    assert recorder.recorded({}) == {}
+    assert recorder.failure is not None
+    assert recorder.failure.startswith("AttributeError: ")

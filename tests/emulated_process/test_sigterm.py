@@ -1,0 +1,90 @@
+"""A measured process at SIGTERM: it reports and dies, unless the program handles the signal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpumem.emulating.emulated_process.start import STARTUP, with_startup
+from pytest_gpumem.emulating.emulated_process.usage import is_own
+
+BEGIN = """
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from pytest_gpumem.emulating.emulated_process.before_torch import _end_at_sigterm
+from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
+
+
+class Recorder:
+    def write_if_changed(self):
+        pass
+
+    def end(self):
+        os.write(1, b"reported\\n")
+
+
+recorder = Recorder()
+start_reporting(recorder, Path("/no/folder"), 0.05, _end_at_sigterm([recorder.end]))
+"""
+WAITS_IN_C = """
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+library.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+library.pthread_mutex_lock(mutex)  # no signal interrupts this
+"""
+WAITS_IN_PYTHON = """
+print("ready", flush=True)
+while True:
+    time.sleep(0.01)
+"""
+HANDLES_IT = """
+previous = signal.getsignal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, lambda *arguments: previous(*arguments))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1)
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("waits", [WAITS_IN_C, WAITS_IN_PYTHON], ids=["in C", "in Python"])
+def test_a_process_reports_and_dies_by_sigterm_wherever_its_main_thread_waits(waits):
+    process = subprocess.Popen([sys.executable, "-c", BEGIN + waits], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        rest, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (rest, process.returncode) == ("reported\n", -15)
+
+
+def test_a_program_that_handles_the_signal_and_calls_the_earlier_handler_goes_on():
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + HANDLES_IT], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "goes on\n"
+
+
+@pytest.mark.parametrize(
+    ("earlier", "parts"),
+    [(None, []), ("", []), ("src", ["src"]), (":src", ["", "src"]), (f"src:{STARTUP}", ["src"])],
+)
+def test_the_current_folder_stays_in_the_path_of_a_process(earlier, parts):
+    environment = {} if earlier is None else {"PYTHONPATH": earlier}
+    assert with_startup(environment)["PYTHONPATH"].split(":") == [str(STARTUP), *parts]
+
+
+def test_a_folder_is_ours_only_if_this_user_has_made_it(tmp_path, monkeypatch):
+    assert is_own(tmp_path)
+    assert not is_own(tmp_path / "removed")
+    (tmp_path / "file").touch()
+    assert not is_own(tmp_path / "file")
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert not is_own(tmp_path)
