@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_COMPILED = "_orig_mod"
+"""The name of the original module within torch.compile's wrapper."""
 _CONTAINERS: tuple[type[Any], ...] = (list, tuple, set, frozenset, collections.deque)
 _NATIVE = (types.GetSetDescriptorType, types.MemberDescriptorType)
 # Use the descriptors of `type`, because a metaclass may override its classes' attributes.
@@ -318,6 +320,20 @@ def _own_parts(module: torch.nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
     for name, part in list(named):
         if is_a(part, torch.nn.Module if kind == "modules" else torch.Tensor):
             yield name, part
+
+
+def displayed_path(root: torch.nn.Module, prefix: str, path: str) -> str:
+    """Return a module's path without torch.compile's wrappers. For the model itself, return the model's class.
+
+    A path that begins with a number would look like a row number. So paths in a ``Sequential`` begin with the class, for
+    example ``Sequential.2``.
+    """
+    parts = [part for part in path.split(".") if part not in ("", _COMPILED)]
+    if parts and not parts[0].isdecimal():
+        return prefix + ".".join(parts)
+    modules = attribute(root, MODULE_PARTS["modules"])
+    model = dict.get(modules, _COMPILED, root) if is_a(modules, dict) else root
+    return ".".join([type(model).__name__, *parts])
 
 
 def tensor_text(dtype: str, shape: tuple[int, ...]) -> str:

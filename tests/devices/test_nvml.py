@@ -24,7 +24,11 @@ class NVMLLibraryMismatchError(Exception):
 
 
 def processes(*pids: int) -> list[SimpleNamespace]:
-    return [SimpleNamespace(pid=pid) for pid in pids]
+    return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in pids]
+
+
+def process(pid: int, nbytes: int | None) -> SimpleNamespace:
+    return SimpleNamespace(pid=pid, usedGpuMemory=nbytes)
 
 
 class MadeUpNvml(ModuleType):
@@ -182,6 +186,15 @@ def test_another_process_is_believed_to_work_where_nobody_knows_that_it_did_not(
     ):
         nvml.answers["nvmlDeviceGetProcessUtilization"] = NVMLError(refused)
         assert now(gpu, OWN).other_processes == others
+
+
+def test_bytes_are_listed_by_pid_and_0_bytes_are_unknown(nvml, gpu):
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = [process(OWN, 0), process(OTHER, 512), process(4713, None)]
+    assert gpu.bytes_by_pid() == {OWN: None, OTHER: 512, 4713: None}
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = []
+    assert gpu.bytes_by_pid() == {}
+    nvml.answers["nvmlDeviceGetComputeRunningProcesses"] = NVMLError(NOT_SUPPORTED)
+    assert gpu.bytes_by_pid() is None
 
 
 def test_an_older_driver_lists_its_processes_by_the_older_function(nvml, gpu):

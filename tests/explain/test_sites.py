@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,3 +214,28 @@ def test_every_package_on_the_way_is_noted_and_none_that_only_called_the_users_c
     )
     trainer(partial(code.calling("train.py"), partial(adapter, partial(model, code.here))))
     assert {package.name for package in code.sites.packages} == {"peft", "transformers"}
+
+
+def test_a_recorded_call_stack_has_the_site_of_a_running_one(tmp_path):
+    code = Code(tmp_path)
+
+    def both():
+        frames = [
+            (frame.f_code.co_filename, line, frame.f_code.co_name)
+            for frame, line in traceback.walk_stack(sys._getframe(1))
+        ]
+        return code.sites.caller_site(2), code.sites.site_of(frames)
+
+    inner, outer = code.calling("model.py"), code.calling("train.py", name="main")
+    running, recorded = outer(lambda: inner(both))
+    assert running == recorded
+    assert running.user == "model.py:2"
+    assert "train.py:2" in running.callers
+
+
+def test_generated_code_of_the_compiler_is_passed_over(tmp_path):
+    code = Code(tmp_path / "project")
+    generated = code.calling(tmp_path / "torchinductor_me" / "5x" / f"c5x2dqdf{'a2' * 22}.py")
+    mine = code.calling("5x/c5x2.py")
+    assert code.calling("train.py")(partial(generated, code.here)).user == "train.py:2"
+    assert mine(code.here).user == "5x/c5x2.py:2"

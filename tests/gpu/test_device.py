@@ -107,6 +107,18 @@ def test_nvml_knows_this_gpu_while_it_works(device: Device) -> None:
     assert os.getpid() not in after.other_pids
 
 
+def test_a_cuda_context_is_beside_torch_and_this_process_is_no_other_program(device: Device) -> None:
+    """An emulated GPU has no context, so nothing is said about it."""
+    use = device.gpu_use()
+    if current_emulation() is not None:
+        assert use is None
+        return
+    if use is None:
+        pytest.skip("NVML does not list this GPU's processes")
+    assert os.getpid() not in {process.pid for process in use.processes}
+    assert use.beside_torch is None or 50e6 < use.beside_torch < 5e9
+
+
 def test_kernels_are_counted_and_copies_are_not(device: Device) -> None:
     x = torch.ones(1000, device="cuda")
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
-from pytest_gpumem.measuring.jobs.figures import job_figures, process_names, program_name
+from pytest_gpumem.measuring.jobs.figures import (
+    ALL,
+    OwnPeak,
+    is_active,
+    job_figures,
+    killed_text,
+    process_names,
+    program_name,
+)
 
 SPAWNED = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5, pipe_handle=7)"
 
@@ -89,19 +97,206 @@ def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound
     assert note.startswith("cuda:0: the sum of 2 processes' peaks, an upper bound")
 
 
-def test_chance_does_not_decide_a_sum_and_attempts_of_torchrun_are_not_added():
-    one_after_the_other = job_figures([usage(process(pid), (0, 100), span=(pid, pid)) for pid in range(2)])
-    assert one_after_the_other.by_gpu["cuda:0"]["peak_allocated"] == 200
-    attempts = [ProcessIdentity(pid, command=("t.py",), rank=pid % 2, restart=pid // 2) for pid in range(4)]
-    restarted = job_figures([usage(attempt, (0, 100 + attempt.pid)) for attempt in attempts])
+def timed(pid: int, started: int, written: int, ended: int | None = 2, peak: int = 100, **more: object) -> ProcessUsage:
+    """A process on a GPU, from its start to its last report in ticks of the clock."""
+    identity = ProcessIdentity(pid, 1, started, ("python", "train.py"))
+    return usage(identity, (0, peak), span=(pid, ended), written=written, **more)
+
+
+@pytest.mark.parametrize(
+    ("second", "peak"),
+    [
+        pytest.param(timed(2, started=20, written=30), 100, id="one after the other"),
+        pytest.param(timed(2, started=19, written=30), 200, id="at the same time for a tick"),
+        pytest.param(timed(2, started=12, written=13), 200, id="one within the other"),
+        pytest.param(timed(2, started=0, written=30), 200, id="an unknown start"),
+    ],
+)
+def test_peaks_are_added_unless_a_process_started_after_the_others_end(second, peak):
+    usages = [timed(1, started=10, written=20), second]
+    for order in (usages, usages[::-1]):
+        job = job_figures(order)
+        assert job.by_gpu["cuda:0"] == {"peak_allocated": peak, "peak_reserved": 2 * peak}
+        assert bool(job.notes) == (peak == 200)
+
+
+def test_a_process_that_still_runs_overlaps_with_every_later_process():
+    running = timed(1, started=10, written=20, ended=None)
+    later = timed(2, started=90, written=95)
+    earlier = timed(3, started=1, written=5, peak=1000)
+    assert job_figures([running, later]).by_gpu["cuda:0"]["peak_allocated"] == 200
+    assert job_figures([running, later, earlier]).by_gpu["cuda:0"]["peak_allocated"] == 1000
+
+
+def test_the_largest_sum_is_that_of_processes_at_the_start_of_one_of_them():
+    """A runs during B and C, which follow each other."""
+    usages = [timed(1, 10, 100, peak=5), timed(2, 20, 30, peak=70), timed(3, 40, 50, peak=60)]
+    job = job_figures(usages)
+    assert job.by_gpu["cuda:0"]["peak_allocated"] == 75
+    assert job.notes[0].startswith("cuda:0: the sum of 2 processes' peaks")
+
+
+def test_ranks_that_torchrun_starts_again_are_not_added_to_the_ranks_before():
+    attempts = [
+        ProcessIdentity(pid, 1, 10 + 50 * (pid // 2), ("t.py",), rank=pid % 2, restart=pid // 2) for pid in range(4)
+    ]
+    restarted = job_figures([usage(one, (0, 100 + one.pid), written=one.started + 40) for one in attempts])
     assert restarted.by_gpu["cuda:0"]["peak_allocated"] == 102 + 103
     assert "the sum of 2 processes' peaks" in restarted.notes[0]
+
+
+def rank(number: int, peak: int, restart: int = 0, pid: int = 0) -> ProcessUsage:
+    identity = ProcessIdentity(pid, started=pid, command=("python", "train.py"), rank=number, restart=restart)
+    return usage(identity, (number, peak))
+
+
+def test_imbalance_is_the_largest_rank_over_the_smallest_and_a_note_names_both():
+    job = job_figures([rank(0, 4000), rank(1, 3000), rank(2, 5000)])
+    assert job.imbalance == 1.667
+    assert job.notes == (
+        "train.py rank 2 has the largest peak of all ranks, 5.00 kB, and train.py rank 1 the smallest, 3.00 kB",
+    )
+
+
+@pytest.mark.parametrize("more", [0, 8])
+def test_ranks_that_hardly_differ_have_an_imbalance_of_one_and_no_note(more):
+    job = job_figures([rank(0, 4_000_000), rank(1, 4_000_000 + more)])
+    assert (job.imbalance, job.notes) == (1, ())
+
+
+def test_of_ranks_with_equal_peaks_the_lowest_is_named():
+    usages = [rank(number, peak) for number, peak in enumerate((4000, 5000, 4000, 5000))]
+    for order in (usages, usages[::-1]):
+        (note,) = job_figures(order).notes
+        assert note.startswith("train.py rank 1 has")
+        assert "train.py rank 0 the smallest" in note
+
+
+@pytest.mark.parametrize(
+    "usages",
+    [
+        [],
+        [rank(0, 4000)],
+        [rank(0, 4000), usage(process(5), (1, 5000))],
+        [rank(0, 4000), rank(0, 5000, pid=3)],
+        [rank(0, 4000), rank(1, 5000, restart=1)],
+        [rank(0, 4000), usage(process(1, rank=1))],
+        [rank(0, 4000), rank(1, 0)],
+    ],
+    ids=["nothing", "one", "without a rank", "child", "of two attempts", "on the CPU", "0 bytes"],
+)
+def test_a_job_with_fewer_than_two_ranks_has_no_imbalance(usages):
+    assert job_figures(usages).imbalance is None
+    assert not any("rank" in note for note in job_figures(usages).notes)
+
+
+@pytest.mark.parametrize(("peak", "ratio", "largest"), [(1000, 1.25, "rank 1"), (8000, 1.6, "rank 0 2")])
+def test_a_rank_with_several_processes_has_the_peak_of_its_largest_process(peak, ratio, largest):
+    usages = [rank(0, 4000, pid=1), rank(1, 5000, pid=2), rank(0, peak, pid=3)]
+    for order in (usages, usages[::-1]):
+        job = job_figures(order)
+        assert job.imbalance == ratio
+        assert job.notes[-1].startswith(f"train.py {largest} has the largest peak")
+
+
+def test_a_rank_on_several_gpus_has_the_peak_of_its_fullest_gpu():
+    job = job_figures([usage(process(1, rank=0), (0, 4000), (1, 6000)), usage(process(2, rank=1), (2, 3000))])
+    assert job.imbalance == 2
+
+
+def test_only_the_last_attempt_of_torchrun_counts_for_the_imbalance():
+    first, last = [rank(0, 9000), rank(1, 1000)], [rank(0, 4000, restart=1), rank(1, 5000, restart=1)]
+    job = job_figures([*first, *last])
+    assert job.imbalance == 1.25
+    assert job.notes[-1].startswith("train.py rank 1 restart 1 has the largest peak of all ranks, 5.00 kB")
+
+
+def in_window(requested: int = 90, *, before: int = 40, live: int = 40, allocations: int = 1, **more: object):
+    """A server that was there before the window and still runs. The allocator rounded its 90 requested bytes to 100."""
+    device = DeviceUsage(0, 100, 200, 0, requested, live, before, allocations)
+    identity = ProcessIdentity(7, 1, 5, ("python", "server.py"))
+    values = {"began": 1, "ended": None, "devices": (device,), "process": identity, "window": 3, "written": 50}
+    return ProcessUsage(**{**values, **more})
+
+
+OWN = {0: OwnPeak("cuda:0", 1000)}
+
+
+@pytest.mark.parametrize(
+    ("measured", "metrics"),
+    [
+        pytest.param(
+            timed(1, 10, 20), {"peak_allocated": 100, "peak_reserved": 200}, id="it began and ended in the window"
+        ),
+        pytest.param(in_window(), {"peak_allocated": 90, "retained": 0}, id="it was there before and after"),
+        pytest.param(in_window(live=70), {"peak_allocated": 90, "retained": 30}, id="it kept 30 bytes"),
+        pytest.param(in_window(live=10), {"peak_allocated": 90, "retained": 0}, id="it freed earlier bytes"),
+        pytest.param(
+            in_window(window=None), {"peak_allocated": 90, "retained": 0}, id="it began in the window and goes on"
+        ),
+        pytest.param(in_window(ended=9), {"peak_allocated": 90}, id="it was there before and ended"),
+        pytest.param(in_window(requested=0), {"peak_allocated": 100, "retained": 0}, id="no requested bytes"),
+    ],
+)
+def test_a_process_has_the_metrics_that_repeat_for_its_kind(measured, metrics):
+    (process_figures,) = job_figures([measured], own=OWN).processes
+    assert process_figures.by_gpu == {"cuda:0": metrics}
+
+
+def test_an_idle_server_is_left_out_unless_its_allocations_are_unknown():
+    assert job_figures([in_window(allocations=0)], own=OWN).processes == ()
+    assert is_active(in_window(allocations=0, window=None))
+    assert is_active(in_window(allocations=0, devices=(), without_statistics=True))
+    assert not is_active(in_window(allocations=0, devices=()))
+
+
+def test_the_own_peak_is_a_part_of_the_sum_and_the_own_process_has_no_reserved_bytes():
+    job = job_figures([timed(1, 10, 20)], own=OWN)
+    assert job.by_gpu == {"cuda:0": {"peak_allocated": 1100}}
+    assert job.notes == (
+        "cuda:0: the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times",
+    )
+    unused = job_figures([timed(1, 10, 20)], own={0: OwnPeak("cuda:0", 0)})
+    assert (unused.by_gpu, unused.notes) == ({"cuda:0": {"peak_allocated": 100}}, ())
+
+
+def test_gpus_have_the_names_of_the_own_process_and_further_gpus_follow():
+    own = {2: OwnPeak("cuda:0", 1), 3: OwnPeak("cuda:1", 10)}
+    other = usage(process(1), (3, 100), (5, 300))
+    job = job_figures([other], own=own)
+    assert {gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()} == {
+        "cuda:0": 1,
+        "cuda:1": 110,
+        "cuda:2": 300,
+    }
+
+
+def test_no_process_gets_the_name_of_the_sum_within_a_test():
+    named = usage(ProcessIdentity(1, command=("python", "a.py"), name=ALL), (0, 10))
+    assert [one.name for one in job_figures([named], own=OWN).processes] == [f"{ALL} 2"]
+    assert [one.name for one in job_figures([named]).processes] == [ALL]
 
 
 def test_gpus_are_numbered_among_those_of_the_job():
     first, second = (job_figures([usage(process(1), (gpu, 10), (gpu + 1, 20))]) for gpu in (0, 2))
     assert first.by_gpu == second.by_gpu
     assert list(first.by_gpu) == ["cuda:0", "cuda:1"]
+
+
+def test_gpus_of_other_processes_are_named_beside_the_tests_own():
+    job = job_figures([usage(process(1), (0, 10), (1, 20))], own={1: OwnPeak("cuda:1", 300)})
+    assert {gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()} == {"cuda:0": 10, "cuda:1": 320}
+
+
+@pytest.mark.parametrize(
+    ("peaks", "told"),
+    [
+        (((0, 4_000_000), (1, 5_000_000)), ". Its peak was at least 5.00 MB, and may have been larger"),
+        ((), ", so its peak is not known"),
+    ],
+)
+def test_a_killed_process_has_a_lower_bound_or_no_peak_but_never_zero(peaks, told):
+    assert killed_text(usage(process(1), *peaks, ended=None)) == f"was killed before it could report its memory{told}"
 
 
 def test_processes_are_ordered_by_rank_before_the_time_of_their_start():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
+from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
 
 TORCH = b"7f00-7f01 r-xp 0 08:01 42   /venv/lib/python3.11/site-packages/torch/lib/libtorch_cpu.so\n"
@@ -73,6 +75,44 @@ def test_a_later_program_in_a_process_that_reported_is_unseen(machine):
     assert machine.unseen() == ()
     machine.add(20, 10, TORCH, command=b"python\0-I\0other.py\0")
     assert machine.unseen() == ("python -I other.py",)
+
+
+RENAMES_ITSELF = """
+import ctypes, os, pathlib, sys
+from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting
+mark_as_reporting(pathlib.Path(sys.argv[1]))
+first, end = map(int, pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+ctypes.memset(first, ord("x"), end - first - 1)
+print("renamed", flush=True)
+input()
+os.execv(sys.executable, [sys.executable, "-c", os.environ["NEXT"]])
+"""
+
+
+def test_a_program_with_a_new_title_reports_and_a_later_program_does_not(tmp_path):
+    """vLLM's processes are called ``VLLM::EngineCore``."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", maps_torch(f"exec({RENAMES_ITSELF!r})"), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "NEXT": maps_torch("print('next', flush=True); input()")},
+    )
+    job = JobProcesses(tmp_path)
+    job.begin(program.pid)
+    with program:
+        assert program.stdout.readline() == "renamed\n"
+        job.look()
+        job.look()
+        assert job.unseen() == ()
+        assert [command.strip("x") for command in job.alive()] == [""]
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stdout.readline() == "next\n"
+        job.look()
+        job.look()
+        assert len(job.unseen()) == 1
+        program.communicate("\n")
 
 
 def test_a_process_between_vfork_and_exec_is_not_unseen(machine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.usage import SEEN
 from pytest_gpumem.measuring.jobs.run import failure, reporting_to, run_job
+from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
 
 TORCH = "import torch"
@@ -32,6 +32,21 @@ def test_a_command_has_its_status_and_both_outputs(tmp_path):
     done = job(python("-c", code), tmp_path, MINE="1")
     assert (done.status, done.output, done.errors) == (3, f"1 {tmp_path.resolve()}\n", "error\n")
     assert (done.usages, done.unseen) == ((), ())
+
+
+RANK = """
+import os
+if os.environ["RANK"] == "1":
+    raise ValueError("the rank's own error")
+"""
+
+
+def test_a_failed_rank_shows_its_own_error(tmp_path):
+    (tmp_path / "train.py").write_text(RANK, encoding="utf-8")
+    command = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+    lines = failure(command, job(command, tmp_path)).splitlines()
+    assert "ValueError: the rank's own error" in lines
+    assert "failed (exitcode: 1) local_rank: 1" in lines[-1]
 
 
 def test_a_failure_ends_with_the_last_lines_of_the_output(tmp_path):
@@ -82,6 +97,16 @@ def test_a_programs_own_sitecustomize_runs_as_well(tmp_path):
     assert (done.output, done.errors) == ("mine\nmine\n", "")
 
 
+def test_a_watcher_sees_the_pid_of_the_command_and_of_its_child_while_they_run(tmp_path):
+    seen = []
+    child = "import os, time; print(os.getpid(), flush=True); time.sleep(0.7)"
+    code = (
+        f"import os, subprocess, sys; print(os.getpid(), flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    )
+    done = run_job(python("-c", code), os.environ, tmp_path, watch=seen.append)
+    assert set(map(int, done.output.split())) in seen
+
+
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(JobError, match=r"cannot be started: cwd='.*none' is not a folder"):
         run_job(python("-c", "1"), os.environ, tmp_path / "none")
@@ -89,8 +114,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 
 def test_another_child_of_this_process_is_not_of_the_job(tmp_path):
     """A fixture's server with torch runs beside the job."""
-    torch = Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
-    code = f"import mmap; f = open({str(torch)!r}, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1); print(1, flush=True); input()"
+    code = maps_torch("print(1, flush=True); input()")
     with subprocess.Popen(python("-c", code), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         server.stdout.readline()
         done = job(python("-c", "import time; time.sleep(1)"), tmp_path)

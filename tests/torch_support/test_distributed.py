@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pytest_gpumem.torch_support.private_api.distributed import (
     FAKE,
     around_collectives,
+    default_store,
     forget_meshes,
     forget_operators_of_meshes,
     store_of_nobody,
@@ -48,6 +49,17 @@ def seen():
 
     with around_collectives(lambda: events.append("waited"), broadcasting):
         yield events
+
+
+def test_the_store_of_the_default_group_is_shared_with_other_ranks():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        default_store().set("key", b"value")
+        assert default_store().get("key") == b"value"
+        assert store.num_keys() > 0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_waiting_for_a_collective_is_reported(gloo, seen):

@@ -21,8 +21,11 @@ from torch.utils.flop_counter import _FlopCounterMode
 from pytest_gpumem.facts.values.events import AllocationEvent
 from pytest_gpumem.torch_support.private_api import allocator, autograd, dispatch, tensors
 from pytest_gpumem.torch_support.private_api.allocator import (
+    before_history_changes,
     clear_cublas_workspaces,
     cublas_workspace_sizes,
+    cuda_snapshot,
+    note_on_allocations,
     peak_resets,
 )
 from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
@@ -30,11 +33,13 @@ from pytest_gpumem.torch_support.private_api.autograd import next_node_number, r
 from pytest_gpumem.torch_support.private_api.compiler import (
     activation_memory_budget,
     around_scripts,
+    before_compiling,
     compiled_graphs,
     compiles_within_modes,
     is_tracing,
     lists_of_script,
     load_compiler,
+    may_have_compiled,
     never_compiled,
     script_as,
     untraced,
@@ -55,7 +60,12 @@ from pytest_gpumem.torch_support.private_api.profiler import (
     recording_no_operators,
     threads_of_spans,
 )
-from pytest_gpumem.torch_support.private_api.tensors import parts_of_coo, reduced_with_attribute, unwrapped
+from pytest_gpumem.torch_support.private_api.tensors import (
+    data_address,
+    parts_of_coo,
+    reduced_with_attribute,
+    unwrapped,
+)
 
 
 def recorded(run) -> list[AllocationEvent]:
@@ -788,3 +798,65 @@ def test_a_default_device_applies_to_a_replaced_function_that_torch_remembers(mo
                 assert torch.ones(2).device.type == device
     finally:
         functions.cache_clear()
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4), torch.ones(4)[2:], torch.nn.Parameter(torch.ones(2))])
+def test_the_address_of_a_tensors_memory_is_its_storages(tensor):
+    assert data_address(tensor) == tensor.untyped_storage().data_ptr()
+
+
+def test_a_lazy_clone_stays_lazy_and_a_fake_tensor_has_no_address(recwarn):
+    from torch._subclasses import FakeTensorMode
+
+    tensor = torch.ones(4)
+    clone = torch._lazy_clone(tensor)
+    assert data_address(clone) == data_address(tensor)
+    assert torch._C._is_cow_tensor(clone)
+    with FakeTensorMode():
+        assert data_address(torch.ones(4)) == 0
+    assert not recwarn.list
+    with pytest.raises(RuntimeError):
+        data_address(torch.ones(2).to_sparse())
+
+
+def test_a_function_is_called_before_the_program_changes_the_history(monkeypatch):
+    calls = []
+    monkeypatch.setattr("torch._C._cuda_record_memory_history", lambda *_: calls.append("switch"), raising=False)
+    with before_history_changes(lambda: calls.append("told")):
+        torch._C._cuda_record_memory_history(None)
+    torch._C._cuda_record_memory_history(None)
+    assert calls == ["told", "switch", "switch"]
+
+
+def test_notes_on_allocations_reach_torch_if_the_release_has_them(monkeypatch):
+    notes = []
+    monkeypatch.setattr("torch._C._cuda_setMemoryMetadata", notes.append, raising=False)
+    note_on_allocations("fc")
+    monkeypatch.delattr("torch._C._cuda_setMemoryMetadata")
+    note_on_allocations("fc 2")
+    assert notes == ["fc"]
+
+
+def test_a_snapshot_sees_the_compiler_only_if_it_is_imported(monkeypatch):
+    asked = []
+    monkeypatch.delattr("torch._inductor", raising=False)
+    monkeypatch.setitem(vars(torch), "__getattr__", lambda name: asked.append(name) or name)
+    monkeypatch.setattr(
+        "torch.cuda.memory._snapshot", lambda: {"has": hasattr(torch, "_inductor"), "other": torch._other}
+    )
+    assert cuda_snapshot() == {"has": False, "other": "_other"}
+    assert torch._inductor == "_inductor"
+    assert asked == ["_other", "_inductor"]
+
+
+def test_a_program_may_have_compiled_while_the_result_of_a_compilation_is_there():
+    load_compiler()
+    function = torch.compile(lambda x: x + 1, backend="eager")
+    assert may_have_compiled()
+    calls = []
+    with before_compiling(lambda: calls.append(True)):
+        torch.compile(function)
+        assert calls
+    count = len(calls)
+    torch.compile(function)
+    assert len(calls) == count

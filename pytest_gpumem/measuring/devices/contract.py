@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.values.events import Token
+    from pytest_gpumem.facts.values.gpu_use import GpuUse
     from pytest_gpumem.facts.values.option_words import Routing
     from pytest_gpumem.facts.values.unknown_reads import UnknownReads
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
@@ -514,6 +515,20 @@ class Device(ABC):
         Resets by other code do not affect this peak. A device whose allocator reserves nothing yields ``None``.
         """
         yield None
+
+    def gpu_use(self) -> GpuUse | None:
+        """Return the memory outside this process's allocator: other programs' bytes, and this process's CUDA context.
+
+        The result is ``None`` if the device cannot report such memory. The device may be closed.
+        """
+        return None
+
+    def bytes_by_pid(self) -> Mapping[int, int | None] | None:
+        """Return the bytes of each process on the device by its pid; ``None`` for a process with unknown bytes.
+
+        The result is ``None`` if the device cannot list processes.
+        """
+        return None
 
     # Timing
 

@@ -49,7 +49,7 @@ _PROBE_BYTES = 61
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
     "cp": "context parallelism needs the attention kernels of a GPU, and this is a CPU",
-    "processes": "gpumem.launch measures the GPU memory of other processes, and this is a CPU",
+    "processes": "only the GPU memory of other processes is measured, and this is a CPU",
     "offload": "offloading moves tensors from a GPU to the host, and the CPU is the host",
 }
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.facts.values.events import Token
+    from pytest_gpumem.facts.values.gpu_use import GpuUse
     from pytest_gpumem.facts.values.interference import Conditions
     from pytest_gpumem.measuring.devices.contract import Blocks
     from pytest_gpumem.measuring.devices.cuda_runtime import TorchCuda
@@ -146,7 +147,7 @@ class CudaDevice(Device):
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
         import torch
 
-        from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks
+        from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
 
         peaks = KeptPeaks()
         self.empty_cache()
@@ -284,6 +285,12 @@ class CudaDevice(Device):
     def pace(self) -> float | None:
         return self.runtime.sm_clock()
 
+    def gpu_use(self) -> GpuUse | None:
+        return self.runtime.gpu_use()
+
+    def bytes_by_pid(self) -> Mapping[int, int | None] | None:
+        return self.runtime.bytes_by_pid()
+
     def _statistic(self, name: str) -> int:
         if self._undo is None:
             raise RuntimeError("the cuda device is not open")
@@ -375,8 +382,8 @@ class CudaMemory:
         return self._runtime.statistics().get("num_ooms", 0)
 
     def _context(self) -> int:
-        process_bytes = self._runtime.bytes_of_process()
-        return CONTEXT_BYTES if process_bytes is None else max(CONTEXT_BYTES, process_bytes - self._reserved())
+        use = self._runtime.gpu_use()
+        return CONTEXT_BYTES if use is None or use.beside_torch is None else max(CONTEXT_BYTES, use.beside_torch)
 
     def _reserved(self) -> int:
         return self._runtime.statistics()["reserved_bytes.all.current"]

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.facts.values.option_words import NO_CUDA
 from pytest_gpumem.measuring.devices.cuda_history import history_of
+from pytest_gpumem.measuring.devices.gpu_use import gpu_use_of
+from pytest_gpumem.measuring.devices.load_source import siblings_with
 from pytest_gpumem.measuring.devices.nvml import NvmlGpu
-from pytest_gpumem.measuring.devices.proc import is_of_session, workers_of_session
+from pytest_gpumem.measuring.devices.proc import is_of_session, program_of, workers_of_session
 from pytest_gpumem.measuring.devices.profiled import launches_of, profiled
 from pytest_gpumem.torch_support.private_api.allocator import (
     MOST_ENTRIES,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.facts.values.events import Token
+    from pytest_gpumem.facts.values.gpu_use import GpuUse
     from pytest_gpumem.measuring.devices.cuda_history import HistoryEntry
     from pytest_gpumem.measuring.devices.nvml import GpuState
     from pytest_gpumem.torch_support.private_api.profiler import Profile
@@ -285,9 +288,25 @@ class TorchCuda:
         free, total = torch.cuda.mem_get_info(self._index)
         return int(free), int(total)
 
-    def bytes_of_process(self) -> int | None:
-        """Return this process's bytes on the GPU, including its CUDA context; ``None`` if NVML does not report them."""
-        return self._nvml.bytes_of(os.getpid())
+    def bytes_by_pid(self) -> Mapping[int, int | None] | None:
+        """Return the bytes of each process on the GPU, as `NvmlGpu.bytes_by_pid` does."""
+        return self._nvml.bytes_by_pid()
+
+    def gpu_use(self) -> GpuUse | None:
+        """Return the GPU's memory outside this process's allocator; ``None`` if NVML does not list the GPU's processes."""
+        bytes_by_pid = self.bytes_by_pid()
+        if bytes_by_pid is None:
+            return None
+        has_context = self.has_allocated()
+        return gpu_use_of(
+            str(self.torch_device()),
+            bytes_by_pid,
+            os.getpid(),
+            lambda pid: is_of_session(pid) or pid in siblings_with("MASTER_PORT"),
+            workers_of_session() if has_context else 0,
+            self.statistics()["reserved_bytes.all.current"] if has_context else 0,
+            program_of,
+        )
 
     def limit(self, fraction: float) -> None:
         """Limit the allocator to a ``fraction`` of the GPU's memory. Allocators that support no limit ignore this call."""

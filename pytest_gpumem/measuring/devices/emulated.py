@@ -122,6 +122,13 @@ class _EmulatedCuda(TorchCuda):
         super().__init__(index)
         self._emulation = emulation
 
+    def bytes_by_pid(self) -> Mapping[int, int | None] | None:
+        """Return ``None``, because the stand-in for NVML lists no processes, and the size of a CUDA context is assumed.
+
+        If a test replaces NVML by a module that lists processes, return these processes.
+        """
+        return super().bytes_by_pid() or None
+
     def launches(self, run: Callable[[], object]) -> Mapping[str, int] | None:
         self._emulation.forget_launches()
         run()

@@ -106,17 +106,20 @@ class NvmlGpu:
         return self._default_clock
 
     def processes(self) -> frozenset[int] | None:
-        """Return the pids of all processes with a CUDA context on the GPU. In a container, NVML reports the host's pids."""
-        entries = self._process_entries()
-        return None if entries is None else frozenset(int(process.pid) for process in entries)
+        """Return the pids of all processes with a CUDA context on the GPU. In a container, NVML may report the host's pids."""
+        processes = self.bytes_by_pid()
+        return None if processes is None else frozenset(processes)
 
-    def bytes_of(self, pid: int) -> int | None:
-        """Return a process's bytes on the GPU; ``None`` if they are unknown.
+    def bytes_by_pid(self) -> dict[int, int | None] | None:
+        """Return the bytes of each process with a CUDA context on the GPU; ``None`` for a process with unknown bytes.
 
-        They are unknown on Windows, and in a container, because NVML reports the host's pids.
+        The result is ``None`` if NVML does not list processes. NVML reports 0 bytes in containers with some drivers (560.35,
+        [HAMi-core#112](https://github.com/Project-HAMi/HAMi-core/issues/112)). As a context takes memory, 0 means unknown.
         """
-        process_bytes = [process.usedGpuMemory for process in self._process_entries() or () if process.pid == pid]
-        return int(process_bytes[0]) if process_bytes and process_bytes[0] is not None else None
+        entries = self._process_entries()
+        if entries is None:
+            return None
+        return {int(process.pid): int(process.usedGpuMemory or 0) or None for process in reversed(entries)}
 
     def _process_entries(self) -> list[Any] | None:
         """Return NVML's entries for all processes with a CUDA context; ``None`` if NVML does not report them."""

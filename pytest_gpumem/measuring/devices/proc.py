@@ -105,6 +105,14 @@ def parent_of(pid: int) -> int | None:
     return parent_in(_text(Path(f"/proc/{pid}/stat")))
 
 
+def program_of(pid: int) -> str | None:
+    """Return the name of a process's program, such as ``python``; ``None`` if this process cannot read the name.
+
+    Arguments are left out, because they may contain passwords. Linux cuts the name after 15 characters.
+    """
+    return (_text(Path(f"/proc/{pid}/comm")) or "").rstrip("\n") or None
+
+
 def is_of_session(pid: int) -> bool:
     """Return whether a process belongs to this session: this process, its child, or one of its pytest-xdist workers."""
     parents = {os.getpid()}

@@ -6,12 +6,12 @@ import weakref
 from typing import TYPE_CHECKING, TypeVar
 
 from pytest_gpumem.measuring.explain.trace import Label
-from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import reachable, reachable_tensors, storages_of
 from pytest_gpumem.torch_support.static_access import (
     attribute,
     contents_of,
     dense_bytes,
+    displayed_path,
     dtype_and_shape,
     gradient_of,
     is_a,
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.measuring.explain.sites import Site
 
-_COMPILED = "_orig_mod"
-"""The name of the original module within torch.compile's wrapper."""
 _EARLY = ("parameter", "buffer")
 _STAYS = (*_EARLY, "optimizer state")
 
@@ -79,7 +77,7 @@ class TensorOwners:
         self._roots.append((weakref.ref(module), prefix))
         for path, child in named_modules(module):
             if self.path_of(child) is None:
-                self._paths[id(child)] = weakref.ref(child), _displayed_path(module, prefix, path)
+                self._paths[id(child)] = weakref.ref(child), displayed_path(module, prefix, path)
 
     def optimizer(self, optimizer: torch.optim.Optimizer, line: str = "") -> None:
         """Register an optimizer, and the line that calls ``optimizer.step()``."""
@@ -134,10 +132,10 @@ class TensorOwners:
             if root is None:
                 continue
             for path, _, parameter in named_tensors(root, "parameters"):
-                owners[id(parameter)] = _displayed_path(root, prefix, path)
+                owners[id(parameter)] = displayed_path(root, prefix, path)
                 yield from self._parameter(parameter, owners[id(parameter)])
             for path, _, buffer in named_tensors(root, "buffers"):
-                yield from self._label("buffer", _displayed_path(root, prefix, path), parts_of(buffer))
+                yield from self._label("buffer", displayed_path(root, prefix, path), parts_of(buffer))
         for optimizer_reference, line in self._optimizers.values():
             optimizer = optimizer_reference()
             if optimizer is not None:
@@ -208,17 +206,3 @@ def _text_for(texts: Mapping[int, tuple[weakref.ref[Reference], str]], owner: Re
     """
     reference, text = texts.get(id(owner), (None, None))
     return text if reference is not None and reference() is owner else None
-
-
-def _displayed_path(root: torch.nn.Module, prefix: str, path: str) -> str:
-    """Return a module's path without torch.compile's wrappers. For the model itself, return the model's class.
-
-    A path that begins with a number would look like a row number. So paths in a ``Sequential`` begin with the class, for
-    example ``Sequential.2``.
-    """
-    parts = [part for part in path.split(".") if part not in ("", _COMPILED)]
-    if parts and not parts[0].isdecimal():
-        return prefix + ".".join(parts)
-    modules = attribute(root, MODULE_PARTS["modules"])
-    model = dict.get(modules, _COMPILED, root) if is_a(modules, dict) else root
-    return ".".join([type(model).__name__, *parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import sysconfig
 from pathlib import Path, PurePath
@@ -11,6 +12,7 @@ from pytest_gpumem.base.requirements.installed import installed_file
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Iterable, Iterator
 
     from pytest_gpumem.base.requirements.installed import Package
     from pytest_gpumem.facts.values.source_lines import Chain
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 # Torch's packages, pytest, and packages that call test functions.
 _NOT_THE_USERS = ("_pytest", "pytest", "pluggy", "xdist", "anyio", "hypothesis", "torch", "torchgen", "functorch")
 
+_GENERATED = re.compile(r"([a-z2-7]{2})/c\1[a-z2-7]{40,}\.py")
+"""The folder and name of a file that torch.compile writes, with the hash of its content: ``5x/c5x2dqdf...norma.py``."""
 _OVERRIDING = "handle_torch_function"
 """The name of the torch function through which other torch functions call ``__torch_function__``."""
 _OUTERMOST = ("_engine_run_backward", "pytest_pyfunc_call")
@@ -84,18 +88,24 @@ class Sites:
 
     def caller_site(self, depth: int = 1) -> Site:
         """Return the site of the caller, ``depth`` frames up."""
-        frame: types.FrameType | None = sys._getframe(depth)  # noqa: SLF001 - like the public inspect.currentframe(), but with a depth
+        return self.site_of(_outwards(sys._getframe(depth)))  # noqa: SLF001 - like the public inspect.currentframe(), but with a depth
+
+    def site_of(self, frames: Iterable[tuple[str, int, str]]) -> Site:
+        """Return the site of a call stack.
+
+        Args:
+            frames: The file's path, the line and the function's name of each frame, innermost first.
+        """
         user = ""
         # Dict keys, so a recursive function appears once.
         beneath: dict[str, None] = {}
         above: dict[str, None] = {}
-        while frame is not None and len(above) < MOST_CALLERS:
-            name = frame.f_code.co_filename
+        for name, number, function in frames:
             if name not in self._files:
                 self._files[name] = self._file(name)
             file = self._files[name]
             if file is not None:
-                line = f"{file.shown}:{frame.f_lineno}"
+                line = f"{file.shown}:{number}"
                 if user:
                     above[line] = None
                 elif file.is_users:
@@ -104,9 +114,10 @@ class Sites:
                     beneath[line] = None
                     if file.package is not None:
                         self.packages.add(file.package)
-            elif frame.f_code.co_name in _OUTERMOST:
+            elif function in _OUTERMOST:
                 break
-            frame = frame.f_back
+            if len(above) == MOST_CALLERS:
+                break
         library, *between = beneath or [""]
         callers = [*between[:MOST_CALLERS], *([user] if user and library else []), *above]
         return Site(user, library, tuple(callers))
@@ -162,9 +173,9 @@ class Sites:
 
     def _file(self, name: str) -> _File | None:
         """Return the file named ``name``; ``None`` if frames in this file are skipped."""
-        if name.startswith("<"):
-            return None
         path = Path(name).resolve()
+        if name.startswith("<") or _GENERATED.fullmatch(f"{path.parent.name}/{path.name}"):
+            return None
         installed = installed_file(path)
         if installed is not None:
             if installed.parts[0] in _NOT_THE_USERS or str(path).startswith(self._skipped[:2]):
@@ -176,3 +187,10 @@ class Sites:
             return _File(path.relative_to(self._root).as_posix())
         # The file is outside the root. The last two parts of its path are probably the same on another machine.
         return _File(PurePath(*path.parts[-2:]).as_posix())
+
+
+def _outwards(frame: types.FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """Yield a frame and its callers for `Sites.site_of`."""
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        frame = frame.f_back

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from pytest_gpumem.base.units import counted
+from pytest_gpumem.base.units import counted, format_bytes, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from pytest_gpumem.emulating.emulated_process.usage import ProcessIdentity, ProcessUsage
+    from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage, Recorded
 
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 """Options of the Python interpreter with a value in the next word."""
 _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 """`multiprocessing` starts an interpreter with code that begins so."""
 _LONG_NUMBER = re.compile(r"\d{3,}")
+ALL = "all processes"
+"""The name for the sum over a test's own process and its other processes."""
 _METRICS = ("peak_allocated", "peak_reserved")
 _DEFAULT_NAME = re.compile(r"(Fork|Spawn|ForkServer)?(Pool)?(Process|Worker)-[\d:]+")
 """Names that `multiprocessing` gives to processes: ``SpawnProcess-1``."""
@@ -39,6 +42,36 @@ class ProcessFigures:
     by_gpu: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
     """Remarks, each a clause: ``the process ran out of memory 2 times``."""
+    pid: int = 0
+    recorded: Mapping[str, Recorded] = field(default_factory=dict)
+    """The recorded blocks by GPU, if the process recorded its allocations."""
+    unrecorded: str | None = None
+    """The reason why the process did not record its allocations, although the test asked for a recording."""
+    gained: Mapping[str, int] = field(default_factory=dict)
+    """For each GPU, the bytes by which the process's tensors grew from its first window's begin to this window's begin."""
+
+    imbalance: ClassVar[None] = None
+    """Only a job has ranks."""
+
+    @property
+    def gained_before(self) -> int:
+        """The bytes on the GPU with the largest growth before this window."""
+        return max(self.gained.values(), default=0)
+
+    @property
+    def peak_allocated(self) -> int:
+        """The largest peak on any GPU in bytes."""
+        return max((metrics["peak_allocated"] for metrics in self.by_gpu.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnPeak:
+    """The peak of the test's own process on a GPU."""
+
+    gpu: str
+    """The GPU's name in this process: ``cuda:0``."""
+    peak_allocated: int
+    """The peak in bytes, without bytes that belong to other tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +81,144 @@ class JobFigures:
     by_gpu: Mapping[str, Mapping[str, int]]
     processes: tuple[ProcessFigures, ...]
     notes: tuple[str, ...] = ()
+    imbalance: float | None = None
+    """The largest peak of a rank divided by the smallest; ``None`` if fewer than two ranks used a GPU."""
+    gained_before: int = 0
+    """The sum of `ProcessFigures.gained` on the GPU with the largest sum."""
 
 
-def job_figures(usages: Iterable[ProcessUsage], gpu: str = "cuda") -> JobFigures:
+def job_figures(
+    usages: Iterable[ProcessUsage], gpu: str = "cuda", own: Mapping[int, OwnPeak] | None = None
+) -> JobFigures:
     """Return a job's figures. Processes without reserved memory on a GPU are left out.
 
-    A GPU's figure is the sum over all its processes, whether or not they run at the same time, because chance may decide that.
+    A GPU's figure is the largest sum over processes that ran at the same time, because their peaks may be at the same time. Two
+    processes did not run at the same time if one started after the other had ended.
+
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
     Args:
-        usages: The usage of each process with CUDA. All processes have ended.
+        usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
         gpu: The GPUs' type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``.
+        own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
     """
-    used = sorted((usage for usage in usages if usage.devices), key=_place)
-    names = process_names([usage.process for usage in used])
-    numbers = sorted({device.device for usage in used for device in usage.devices})
-    gpus = {number: f"{gpu}:{index}" for index, number in enumerate(numbers)}
+    own = own or {}
+    used = sorted((usage for usage in usages if usage.devices and is_active(usage)), key=_place)
+    names = process_names([usage.process for usage in used], reserved=(ALL,) if own else ())
+    gpus = {number: peak.gpu for number, peak in own.items()}
+    further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(own))
+    free_names = (name for index in count() if (name := f"{gpu}:{index}") not in gpus.values())
+    gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
     processes = tuple(
-        ProcessFigures(name, _by_gpu(usage, gpus), _notes(usage)) for name, usage in zip(names, used, strict=True)
+        ProcessFigures(
+            name,
+            {gpus[device.device]: _metrics(usage, device) for device in usage.devices},
+            _notes(usage),
+            usage.process.pid,
+            {gpus[device.device]: device.recorded for device in usage.devices if device.recorded is not None},
+            usage.unrecorded,
+            _gained(usage, gpus),
+        )
+        for name, usage in zip(names, used, strict=True)
     )
-    attempts = [usage.process.restart for usage in used]
     by_gpu, notes = {}, []
-    for gpu_name in gpus.values():
-        # torchrun ends all ranks before it starts them again, so ranks of two attempts never run at the same time.
-        sums = {attempt: Counter[str]() for attempt in attempts}
-        counts = Counter[int]()
-        for process, attempt in zip(processes, attempts, strict=True):
-            sums[attempt].update(process.by_gpu.get(gpu_name, {}))
-            counts[attempt] += gpu_name in process.by_gpu
-        by_gpu[gpu_name] = {metric: max(total[metric] for total in sums.values()) for metric in _METRICS}
-        number = max(counts.values())
-        if number > 1:
+    for number, gpu_name in gpus.items():
+        own_bytes = own[number].peak_allocated if number in own else 0
+        on_gpu = [
+            (usage, process.by_gpu[gpu_name])
+            for usage, process in zip(used, processes, strict=True)
+            if gpu_name in process.by_gpu
+        ]
+        groups = [[metrics for usage, metrics in on_gpu if _overlap(usage, first_usage)] for first_usage, _ in on_gpu]
+        metric_names = _METRICS if not own and all(_METRICS[1] in metrics for _, metrics in on_gpu) else _METRICS[:1]
+        by_gpu[gpu_name] = {
+            metric: max((sum(metrics[metric] for metrics in group) for group in groups), default=0)
+            + (own_bytes if metric == _METRICS[0] else 0)
+            for metric in metric_names
+        }
+        most = max(map(len, groups), default=0) + bool(own_bytes)
+        if most > 1:
             notes.append(
-                f"{gpu_name}: the sum of {number} processes' peaks, an upper bound, because the peaks may be at different times"
+                f"{gpu_name}: the sum of {most} processes' peaks, an upper bound, because the peaks may be at different times"
             )
     notes += [f"{process.name}: {note}" for process in processes for note in process.notes]
-    return JobFigures(by_gpu, processes, tuple(notes))
+    gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
+    ratio, imbalance_notes = imbalance(used, names)
+    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, default=0))
+
+
+def imbalance(usages: Iterable[ProcessUsage], names: Iterable[str]) -> tuple[float | None, tuple[str, ...]]:
+    """Return the largest peak of a rank divided by the smallest peak, and a note that names both ranks.
+
+    A rank may have several processes, because a child inherits ``RANK``. Then its peak is the largest process's, because the
+    sum would depend on whether the processes run at the same time. If torchrun restarted the job, only the ranks of the last
+    attempt count, because an earlier attempt may have ended before its peaks.
+
+    Example:
+        Rank 0 has a peak of 4 GB, and rank 1 has 5 GB. The ratio is 1.25, and the note is ``train.py rank 1 has the largest
+        peak of all ranks, 5.00 GB, and train.py rank 0 the smallest, 4.00 GB``.
+
+    Args:
+        usages: The usage of each process on a GPU, ordered by rank.
+        names: The process's name for each usage.
+
+    Returns:
+        The ratio with four digits, or ``None`` if fewer than two ranks have a peak. A ratio of 1 has no note.
+    """
+    ranked = [(usage, name) for usage, name in zip(usages, names, strict=True) if usage.process.rank is not None]
+    last_attempt = max((usage.process.restart for usage, _ in ranked), default=0)
+    peaks: dict[int | None, tuple[int, str]] = {}
+    for usage, name in ranked:
+        peak, rank = max(device.allocated for device in usage.devices), usage.process.rank
+        is_largest = rank not in peaks or peak > peaks[rank][0]
+        if usage.process.restart == last_attempt and peak and is_largest:
+            peaks[rank] = peak, name
+    if len(peaks) < 2:
+        return None, ()
+    # If ranks have equal peaks, the lowest rank is named.
+    smallest, largest = (choose(peaks.values(), key=lambda entry: entry[0]) for choose in (min, max))
+    ratio = rounded(largest[0] / smallest[0])
+    if ratio == 1:
+        return ratio, ()
+    note = (
+        f"{largest[1]} has the largest peak of all ranks, {format_bytes(largest[0])}, and {smallest[1]} the smallest, "
+        f"{format_bytes(smallest[0])}"
+    )
+    return ratio, (note,)
+
+
+def invalid_figures(usages: Iterable[ProcessUsage]) -> str | None:
+    """Return the reason why a process's figures are invalid; ``None`` if all processes have valid figures."""
+    reasons = (f"{program_name(usage.process.command)}: {usage.invalid}" for usage in usages if usage.invalid)
+    return next(reasons, None)
+
+
+def is_active(usage: ProcessUsage) -> bool:
+    """Return whether a process began in the window, or allocated memory there. Without statistics, it may have allocated.
+
+    An idle server does not count, or figures would depend on the order of the tests.
+    """
+    is_new = usage.window is None
+    return is_new or usage.without_statistics or any(device.allocations for device in usage.devices)
+
+
+def killed_text(usage: ProcessUsage) -> str:
+    """Return a clause about a killed process, with a lower bound for its peak, from its last report."""
+    peak = max((device.allocated for device in usage.devices), default=0)
+    bound = (
+        f". Its peak was at least {format_bytes(peak)}, and may have been larger"
+        if peak
+        else ", so its peak is not known"
+    )
+    return f"was killed before it could report its memory{bound}"
+
+
+def _overlap(usage: ProcessUsage, at_start_of: ProcessUsage) -> bool:
+    """Return whether a process ran when another process started. A process overlaps with itself."""
+    start = at_start_of.process.started
+    if usage is at_start_of or not start or not usage.written:
+        return True
+    return usage.process.started <= start and (usage.ended is None or start < usage.written)
 
 
 def _place(usage: ProcessUsage) -> tuple[int, ...]:
@@ -92,7 +227,7 @@ def _place(usage: ProcessUsage) -> tuple[int, ...]:
     return (process.restart, -1 if process.rank is None else process.rank, process.started, process.pid, usage.began)
 
 
-def process_names(processes: Sequence[ProcessIdentity]) -> list[str]:
+def process_names(processes: Sequence[ProcessIdentity], reserved: Sequence[str] = ()) -> list[str]:
     """Return a distinct name for each process in a job: its program, with its rank or its number among equal programs.
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
@@ -103,9 +238,10 @@ def process_names(processes: Sequence[ProcessIdentity]) -> list[str]:
 
     Args:
         processes: The processes, ordered by start.
+        reserved: Names for other figures. A process gets them with a number only.
     """
     names: list[str] = []
-    numbers: Counter[str] = Counter()
+    numbers: Counter[str] = Counter(reserved)
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
         name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
@@ -138,11 +274,22 @@ def program_name(command: Sequence[str]) -> str:
     return "python"
 
 
-def _by_gpu(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, dict[str, int]]:
-    return {
-        gpus[device.device]: dict(zip(_METRICS, (device.allocated, device.reserved), strict=True))
-        for device in usage.devices
-    }
+def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:
+    return {gpus[device.device]: max(0, device.live_before - device.live_first) for device in usage.devices}
+
+
+def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:
+    """Return a process's metrics on a GPU.
+
+    If the process began and ended in the window, its allocator began empty, so its allocated and reserved bytes repeat. In any
+    other process they depend on earlier requests, and only requested bytes repeat.
+    """
+    if usage.window is None and usage.ended is not None:
+        return dict(zip(_METRICS, (device.allocated, device.reserved), strict=True))
+    metrics = {"peak_allocated": device.requested or device.allocated}
+    if usage.ended is None:
+        metrics["retained"] = max(0, device.live - device.live_before)
+    return metrics
 
 
 def _notes(usage: ProcessUsage) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.emulating.emulated_process.usage import SEEN
+from pytest_gpumem.emulating.emulated_process.usage import SEEN, mark_in, stack_start
 
 _GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
 
@@ -29,6 +29,7 @@ class _Process:
 
     start: bytes
     command: bytes
+    stack: bytes = b""
     looks: int = 1
     has_gpu_library: bool = False
 
@@ -62,17 +63,26 @@ class JobProcesses:
             pids += [child for child in children.get(pid, []) if child not in pids]
             command, start = self._bytes(pid, "cmdline"), self._start_of(pid)
             earlier = self._processes.get(pid)
+            stack = stack_start(self._bytes(pid, "stat"))
+            if earlier and not command:
+                continue  # it ends at this moment, and has no command any more
             is_same = earlier is not None and (earlier.start, earlier.command) == (start, command)
-            process = replace(earlier, looks=earlier.looks + 1) if earlier and is_same else _Process(start, command)
+            process = (
+                replace(earlier, looks=earlier.looks + 1) if earlier and is_same else _Process(start, command, stack)
+            )
             if not process.has_gpu_library and not self._reports(pid, process):
                 has_library = _GPU_LIBRARY.search(self._bytes(pid, "maps")) is not None
                 process = replace(process, has_gpu_library=has_library)
             self._processes[pid] = process
 
+    def pids(self) -> frozenset[int]:
+        """Return the pids of the processes at the last look."""
+        return frozenset(self._processes)
+
     def unseen(self) -> tuple[str, ...]:
         """Return commands: one for each process with a GPU library, but without a report."""
         return tuple(
-            _text(process.command) or f"process {pid}"
+            text_of(process.command) or f"process {pid}"
             for pid, process in {**self._gone, **self._processes}.items()
             if process.has_gpu_library and process.looks > 1 and not self._reports(pid, process)
         )
@@ -80,10 +90,14 @@ class JobProcesses:
     def alive(self) -> tuple[str, ...]:
         """Return commands: one for each running process with a report or a GPU library."""
         return tuple(
-            _text(process.command) or f"process {pid}"
+            text_of(process.command) or f"process {pid}"
             for pid, process in self._processes.items()
             if (process.has_gpu_library or self._reports(pid, process)) and self._is_alive(pid)
         )
+
+    def is_running(self) -> bool:
+        """Return whether a process ran at the last look."""
+        return bool(self._processes)
 
     def kill(self) -> None:
         """End all processes that still run."""
@@ -93,11 +107,12 @@ class JobProcesses:
                     os.kill(pid, signal.SIGKILL)
 
     def _reports(self, pid: int, process: _Process) -> bool:
-        """Return whether a process has left its mark with the same command, so a later program in this process has not."""
-        try:
-            return (self._folder / f"{pid}{SEEN}").read_bytes() == process.command
-        except OSError:
+        """Return whether a process has left its mark. If it runs another program by ``exec``, this program has left none."""
+        mark = self._folder / f"{pid}{SEEN}"
+        if not mark.exists():
             return False
+        command, stack = mark_in(bytes_of(mark))
+        return command == process.command or (stack not in (b"", b"0") and stack == process.stack)
 
     def _children(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
@@ -108,24 +123,54 @@ class JobProcesses:
         return children
 
     def _is_alive(self, pid: int) -> bool:
-        fields = self._fields(pid)
-        return bool(fields) and fields[0] not in (b"Z", b"X") and fields[19] == self._processes[pid].start
+        return _is_running(self._fields(pid), self._processes[pid].start)
 
     def _start_of(self, pid: int) -> bytes:
         fields = self._fields(pid)
         return fields[19] if fields else b""
 
     def _fields(self, pid: int) -> list[bytes]:
-        """Return the fields in ``/proc/<pid>/stat`` after the program's name; nothing if the process has ended."""
-        fields = self._bytes(pid, "stat").rpartition(b")")[2].split()
-        return fields if len(fields) > 19 else []
+        return _stat_fields(self._bytes(pid, "stat"))
 
     def _bytes(self, pid: int, name: str) -> bytes:
-        try:
-            return (self._proc / str(pid) / name).read_bytes()
-        except OSError:
-            return b""
+        return bytes_of(self._proc / str(pid) / name)
 
 
-def _text(command: bytes) -> str:
+def is_running(pid: int, started: int) -> bool:
+    """Return whether a process runs. ``started`` is `ProcessIdentity.started`; 0 if unknown, as on other systems than Linux."""
+    if started:
+        return _is_running(_stat_fields(bytes_of(Path(f"/proc/{pid}/stat"))), str(started).encode())
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+
+def own_children() -> list[int]:
+    """Return the pids of this process's children, including ended children that nobody has waited for."""
+    pids = [bytes_of(path).split() for path in Path("/proc/self/task").glob("*/children")]
+    return [int(pid) for thread in pids for pid in thread]
+
+
+def _is_running(fields: list[bytes], started: bytes) -> bool:
+    return bool(fields) and fields[0] not in (b"Z", b"X") and fields[19] == started
+
+
+def _stat_fields(stat: bytes) -> list[bytes]:
+    """Return the fields in ``/proc/<pid>/stat`` after the program's name; nothing if the process has ended."""
+    fields = stat.rpartition(b")")[2].split()
+    return fields if len(fields) > 19 else []
+
+
+def bytes_of(path: Path) -> bytes:
+    """Return a file's content; nothing if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def text_of(command: bytes) -> str:
+    """Return a command from ``/proc/<pid>/cmdline`` for a message."""
     return " ".join(word.decode(errors="replace") for word in command.split(b"\0") if word)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
 import time
@@ -13,11 +14,11 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
-from pytest_gpumem.emulating.emulated_process.usage import read_usages
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_usages
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
 
@@ -26,6 +27,8 @@ _LIVE_SECONDS = 0.2
 _GRACE_SECONDS = 2.0
 """After the command's end, its processes have this many seconds to end as well."""
 _TAIL_LINES = 20
+_TORCHRUN_REPORT = re.compile(r"(?<=\n).*/elastic/multiprocessing/api\.py:\d+\] failed \(exitcode: .*\n")
+"""The line in torchrun's log that names the failed rank. A report of 30 lines follows, without the rank's own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,13 @@ class FinishedJob:
 
 
 def run_job(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, timeout: float | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    timeout: float | None = None,
+    watch: Callable[[frozenset[int]], None] = lambda _: None,
+    *,
+    record: bool = False,
 ) -> FinishedJob:
     """Run a command to its end.
 
@@ -54,6 +63,8 @@ def run_job(
         environment: The command's environment. The variables from `reporting_to` are added.
         folder: The command's working directory.
         timeout: The longest time in seconds, or ``None`` for no limit. Afterwards the command and its processes are ended.
+        record: Whether the processes record their allocations.
+        watch: A function called a few times a second with the pids of the command's processes.
 
     Raises:
         JobError: The command cannot be started, or takes longer than ``timeout``.
@@ -64,10 +75,13 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name:
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
         reports.mkdir()
+        if record:
+            (reports / RECORD).touch()
         processes = JobProcesses(reports)
 
         def tick() -> None:
             processes.look()
+            watch(processes.pids())
             if deadline is not None and time.monotonic() > deadline:
                 processes.kill()
                 raise JobError(
@@ -113,6 +127,8 @@ def failure(command: Sequence[str], job: FinishedJob) -> str:
 
 
 def _tail(text: str) -> str:
+    if report := _TORCHRUN_REPORT.search(text):
+        text = text[: report.end()]
     lines = text.rstrip().splitlines()[-_TAIL_LINES:]
     return ":\n" + "\n".join(lines) if lines else ", without output"
 

@@ -61,6 +61,11 @@ class Loop:
     # Methods called by the loop
 
     @property
+    def has_begun(self) -> bool:
+        """True if the loop has reached a boundary."""
+        return self._measuring is not None
+
+    @property
     def is_measured(self) -> bool:
         """True if the measuring code has finished and needs no further step."""
         return self._measuring is not None and self._measuring.dead

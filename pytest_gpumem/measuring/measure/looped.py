@@ -52,6 +52,8 @@ class PreparedLoop(PreparedStep):
     not."""
     optimizers: Sequence[torch.optim.Optimizer]
     """All optimizers that have made a step so far."""
+    memory_measured: Callable[[], object]
+    """Called when the steps for memory figures have ended."""
     other_blocks: frozenset[int]
     """Addresses of other code's tensors, which existed before the loop."""
 
@@ -70,6 +72,7 @@ class PreparedLoop(PreparedStep):
         device.settle()
         with cyclic_collector_off():
             seen = [self.first_figures, *self._steps(self.steps - 1)]
+            self.memory_measured()
             number = len(seen)
             if number < FEWEST_STEPS:
                 raise MeasuringError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
@@ -31,6 +32,17 @@ def peak_resets(device_type: str) -> list[tuple[str, str]]:
     return [*((module, "reset_peak_memory_stats") for module in public), *(("torch._C", name) for name in private)]
 
 
+PEAK_READERS = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
+"""Functions in ``torch._C`` that return the statistics of a GPU's allocator. A torch release may lack some of them."""
+
+
+def cuda_statistics(index: int) -> dict[str, Any]:
+    """Return the statistics of a GPU's allocator in bytes, for example under ``["allocated_bytes"]["all"]["peak"]``."""
+    import torch
+
+    return torch._C._cuda_memoryStats(index)
+
+
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS allocates once for each handle and stream (33,554,432 bytes each on an H100).
 
@@ -47,9 +59,7 @@ def cuda_has_allocated(index: int) -> bool:
     torch's public function for statistics is slower, because it flattens and sorts all statistics. The allocator has four
     counters of bytes: current, peak, allocated and freed. Any of them may have been reset to 0, so all are checked.
     """
-    import torch
-
-    return any(torch._C._cuda_memoryStats(index)["allocated_bytes"]["all"].values())
+    return any(cuda_statistics(index)["allocated_bytes"]["all"].values())
 
 
 def cuda_history_is_on() -> bool:
@@ -70,9 +80,11 @@ def cublas_workspace_sizes() -> frozenset[int]:
 
 MOST_ENTRIES = 2**20
 """A history without Python frames contains at most this many entries. Older entries are lost."""
+HISTORY_SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+"""Functions in ``torch._C`` through which torch starts and stops the history."""
 
 
-def start_cuda_history(*, frames: bool = True) -> None:
+def start_cuda_history(*, frames: bool = True, most_entries: int | None = None) -> None:
     """Start to record every allocation and free in the CUDA caching allocator.
 
     Frees are recorded without Python frames, because memory may be freed while an exception propagates, for example when
@@ -81,12 +93,14 @@ def start_cuda_history(*, frames: bool = True) -> None:
 
     Args:
         frames: Whether to record the Python frames of each allocation.
+        most_entries: The length of a history with frames on each GPU, or ``None`` for no limit. Older entries are lost.
     """
     import torch
 
     record = torch.cuda.memory._record_memory_history
     if frames:
-        record("all", context="alloc", stacks="python")
+        limit = {} if most_entries is None else {"max_entries": most_entries}
+        record("all", context="alloc", stacks="python", **limit)
     else:
         record("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
 
@@ -98,14 +112,54 @@ def stop_cuda_history() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
+@contextmanager
+def before_history_changes(call: Callable[[], None]) -> Iterator[None]:
+    """Within the context, call a function before torch starts or stops the CUDA caching allocator's history."""
+    import torch
+
+    def calling(switch: Callable[P, R]) -> Callable[P, R]:
+        @wraps(switch)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            call()
+            return switch(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in HISTORY_SWITCHES:
+            if hasattr(torch._C, name):
+                stack.enter_context(replaced(torch._C, name, calling(getattr(torch._C, name))))
+        yield
+
+
 def cuda_snapshot() -> dict[str, Any]:
     """Return the CUDA caching allocator's state and recorded history, as ``torch.cuda.memory._dump_snapshot`` writes them.
 
-    This call itself adds an entry to the history.
+    This call itself adds an entry to the history. It does not import the compiler: to name the frames, torch looks for the
+    attribute ``torch._inductor``, which torch imports on request. In a thread, this import fails if another thread imports
+    ``torch._dynamo``.
     """
     import torch
 
-    return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+    caller = threading.get_ident()
+    on_request = vars(torch)["__getattr__"]
+
+    def attribute(name: str) -> object:
+        if name == "_inductor" and threading.get_ident() == caller:
+            raise AttributeError(name)
+        return on_request(name)
+
+    with replaced(torch, "__getattr__", attribute):
+        return cast("dict[str, Any]", torch.cuda.memory._snapshot())
+
+
+def note_on_allocations(text: str) -> None:
+    """Let the history show a text as ``user_metadata`` at each further allocation in this thread. Torch 2.6 lacks this."""
+    import torch
+
+    note = getattr(torch._C, "_cuda_setMemoryMetadata", None)
+    if note is not None:
+        note(text)
 
 
 def allocate_on_cuda(nbytes: int, device: torch.device) -> int:

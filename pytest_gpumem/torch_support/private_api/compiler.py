@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+
+from pytest_gpumem.torch_support.private_api.attributes import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,6 +29,44 @@ def compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
+
+
+_CONTEXTS = "torch._dynamo.eval_frame"
+"""The module whose class `OptimizeContext` has an instance for each function or model that torch.compile was given."""
+
+
+def may_have_compiled() -> bool:
+    """Return whether torch.compile was called in this process, and its result is still there."""
+    contexts = sys.modules.get(_CONTEXTS)
+    if contexts is None:
+        return False
+    kind = vars(contexts).get("OptimizeContext")
+    # The module may still be imported by another thread.
+    return kind is None or any(type(value) is kind for value in gc.get_objects())
+
+
+@contextmanager
+def before_compiling(call: Callable[[], None]) -> Iterator[None]:
+    """Within the context, call a function when torch.compile is called, before its result runs.
+
+    Other functions that compile, such as ``torch.export.export(strict=True)``, are noticed if the compiler is imported before.
+    """
+    import torch
+
+    def calling(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            call()
+            return function(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        stack.enter_context(replaced(torch, "compile", calling(torch.compile)))
+        kind = vars(sys.modules.get(_CONTEXTS, object)).get("OptimizeContext")
+        if kind is not None:
+            stack.enter_context(replaced(kind, "__init__", calling(kind.__init__)))
+        yield
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[object]:

@@ -78,6 +78,13 @@ def store_of_nobody() -> Any:
     return FakeStore()
 
 
+def default_store() -> Any:
+    """Return the key/value store by which this process's default process group was initialised."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def forget_meshes() -> None:
     """Clear torch's caches for device meshes whose process groups have ended, so a later, equal mesh does not use them."""
     from torch.distributed import device_mesh

@@ -25,6 +25,20 @@ def parts_of_coo(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return base._indices(tensor), base._values(tensor)
 
 
+def data_address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; 0 for a tensor without memory.
+
+    Unlike ``data_ptr()``, this neither warns about fake tensors nor copies the memory of a lazy clone.
+
+    Raises:
+        RuntimeError: The tensor has no storage, for example a sparse tensor.
+    """
+    import torch
+
+    core: Any = torch._C
+    return int(core._data_address(tensor))
+
+
 def reduced_with_attribute(
     reduced: tuple[Any, ...], kind: type[torch.Tensor], name: str, value: object
 ) -> tuple[Any, ...]:

@@ -1,0 +1,89 @@
+"""A process's explanation from its recorded blocks, typed out."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
+from pytest_gpumem.facts.values.composition import Row
+from pytest_gpumem.measuring.explain.child_process import process_explanation, processes_again
+from pytest_gpumem.measuring.explain.sites import Site
+
+ASK = (("/serve.py", 9, "ask"),)
+
+
+def site_of(frames):
+    return next((Site(f"serve.py:{line}") for _, line, _ in frames), Site())
+
+
+def blocks(nbytes, frames=(), count=1, category="other", module="", tensor=""):
+    return RecordedBlocks(nbytes, count, category, module, tensor, frames)
+
+
+def test_bytes_in_no_recorded_block_are_unattributed():
+    explanation = process_explanation(Recorded((blocks(90, ASK),)), 100, 100, site_of)
+    assert explanation.peak.rows == (Row("other", 90, site="serve.py:9"), Row("unattributed", 10))
+    assert (explanation.peak.total, explanation.peak.notes) == (100, ())
+
+
+def test_tensors_that_the_measured_run_left_are_no_rows_of_its_peak():
+    kept = blocks(20, ASK, 2, tensor="float32[2]")
+    earlier = blocks(30, (), 3, tensor="float32[2]")
+    recorded = Recorded((kept, earlier, blocks(20, (), 2, tensor="int64[1]")), (kept,))
+    explanation = process_explanation(recorded, 70, 50, site_of)
+    assert set(explanation.peak.rows) == {
+        Row("other", 20, site="serve.py:9", tensor="float32[2]", count=2),
+        Row("other", 10, tensor="float32[2]"),
+        Row("other", 20, tensor="int64[1]", count=2),
+    }
+    assert explanation.peak.notes == ()
+    assert explanation.retained.rows == (Row("other", 20, site="serve.py:9", tensor="float32[2]", count=2),)
+
+
+def test_a_parameter_is_never_taken_for_a_tensor_that_the_measured_run_left():
+    weight = blocks(8, (), category="parameter", module="fc", tensor="float32[2]")
+    kept = blocks(8, ASK, tensor="float32[2]")
+    explanation = process_explanation(Recorded((weight, kept), (kept,)), 16, 8, site_of)
+    assert Row("parameter", 8, "fc", tensor="float32[2]") in explanation.peak.rows
+    assert explanation.peak.notes != ()
+
+
+def test_a_recorded_run_with_another_peak_says_so():
+    recorded = Recorded((blocks(2000, ASK),))
+    less = process_explanation(recorded, 2000, 3000, site_of)
+    assert less.peak.notes == (
+        "the recorded run needed 1.00 kB less than the measured run, so some rows are missing or wrong",
+    )
+    assert (less.peak.total, less.peak.rows) == (2000, (Row("other", 2000, site="serve.py:9"),))
+    more = process_explanation(recorded, 2000, 1500, site_of)
+    assert more.peak.notes == (
+        "the recorded run needed 500 B more than the measured run, so some rows are missing or wrong",
+    )
+    assert (more.peak.total, more.peak.rows) == (2000, (Row("other", 2000, site="serve.py:9"),))
+
+
+def test_equal_layers_are_a_row():
+    paths = tuple(f"h.{number}" for number in range(3))
+    recorded = Recorded(tuple(blocks(10, ASK, module=path) for path in paths), modules=paths)
+    explanation = process_explanation(recorded, 30, 30, site_of)
+    assert explanation.peak.rows == (Row("other", 30, "h.*", "serve.py:9", count=3),)
+    assert not explanation.peak.rows[0].layers
+
+
+@pytest.mark.parametrize(
+    ("measured", "again", "names"),
+    [
+        ({"a": 5, "a 2": 9}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 5, "a 2": 9}, {"a": 9, "a 2": 5}, {"a": "a 2", "a 2": "a"}),
+        ({"a": 5, "a 2": 5}, {"a": 6, "a 2": 5}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 5}, {"a": 6, "b": 5}, {"a": "a"}),
+        ({"a": 5, "b": 7}, {"b": 8}, {"b": "b"}),
+        (
+            {"a rank 0": 5, "a rank 1": 9},
+            {"a rank 0": 9, "a rank 1": 5},
+            {"a rank 0": "a rank 0", "a rank 1": "a rank 1"},
+        ),
+    ],
+)
+def test_processes_of_a_program_that_change_places_are_known_by_their_peaks(measured, again, names):
+    assert processes_again(measured, again) == names

@@ -1,0 +1,460 @@
+"""Windows over running processes: asked over the real socket, or read from the files that ended processes leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pytest_gpumem.emulating.emulated_process.control import answer_line
+from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.measuring.jobs import windows as windows_module
+from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, joined
+
+REPOSITORY = Path(__file__).parents[2]
+CHILD = '''
+"""A process with a GPU, without torch. Lines on its standard input say what it does."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage, write_usage
+from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
+
+FOLDER = Path(os.environ["GPUMEM_USAGE"])
+STARTED = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+class Recorder:
+    def __init__(self):
+        self.began = time.monotonic_ns()
+        self.lock = threading.RLock()
+        self.live = self.peak = self.before = self.allocations = 0
+        self.window = None
+        self.write()
+
+    def usage(self, ended=None):
+        device = DeviceUsage(0, self.peak, self.peak, 0, self.peak, self.live, self.before, self.allocations)
+        identity = ProcessIdentity(os.getpid(), os.getppid(), STARTED, ("python", "server.py"))
+        return ProcessUsage(self.began, ended, (device,), process=identity, window=self.window)
+
+    def write(self, ended=None):
+        if FOLDER.is_dir():
+            write_usage(FOLDER, f"{os.getpid()}-{self.began}", self.usage(ended))
+
+    def write_if_changed(self):
+        pass
+
+    def begin_window(self, window):
+        with self.lock:
+            usage = self.usage()
+            self.window, self.before, self.peak, self.allocations = window, self.live, self.live, 0
+            self.write()
+            return usage
+
+    def take(self, nbytes):
+        with self.lock:
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            self.allocations += nbytes > 0
+            self.write()
+
+
+recorder = Recorder()
+start_reporting(recorder, FOLDER, 0.05)
+print("began", flush=True)
+for line in sys.stdin:
+    word, _, number = line.strip().partition(" ")
+    if word == "take":
+        recorder.take(int(number))
+    elif word == "end":
+        with recorder.lock:
+            recorder.write(time.monotonic_ns())
+            print("ended", flush=True)
+            os._exit(0)
+    print("done", flush=True)
+'''
+
+
+class Child:
+    """A process that reports to windows."""
+
+    def __init__(self, windows):
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        environment |= {"GPUMEM_USAGE": windows.variables(environment)["GPUMEM_USAGE"]}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout.readline() == "began\n"
+
+    def do(self, *lines):
+        for line in lines:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+            self._process.stdout.readline()
+
+    def end(self):
+        self.do("end")
+        self._process.wait(30)
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait(30)
+
+    def stop(self):
+        self.signal(signal.SIGSTOP)
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+
+    def signal(self, number):
+        os.kill(self.pid, number)
+
+    def close(self):
+        """End it, and return its text on the standard error."""
+        if self._process.poll() is None:
+            self.signal(signal.SIGCONT)
+        self._process.stdin.close()
+        errors = self._process.stderr.read()
+        self._process.stdout.close()
+        self._process.stderr.close()
+        self._process.wait(30)
+        return errors
+
+
+@pytest.fixture
+def windows():
+    opened = ProcessWindows()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def start():
+    children = []
+
+    def begin(windows):
+        children.append(Child(windows))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        assert child.close() == ""
+
+
+def figures(usage: ProcessUsage) -> tuple[int, int, int, int]:
+    (device,) = usage.devices
+    return device.allocated, device.live_before, device.live, device.allocations
+
+
+def folder_of(windows) -> Path:
+    return Path(windows.variables({})["GPUMEM_USAGE"])
+
+
+def test_a_running_process_answers_with_its_figures_in_the_window(windows, start):
+    child = start(windows)
+    child.do("take 100", "take -70")
+    with windows.window() as window:
+        child.do("take 20", "take -15")
+    (usage,) = window.usage.usages
+    assert (figures(usage), usage.ended, usage.process.pid) == ((50, 30, 35, 1), None, child.pid)
+    assert usage.window is not None
+    with windows.window() as next_window:
+        pass
+    assert figures(next_window.usage.usages[0]) == (35, 35, 35, 0)
+
+
+def test_a_process_that_began_in_the_window_has_no_window_of_its_own(windows, start):
+    with windows.window() as window:
+        child = start(windows)
+        child.do("take 100", "take -70")
+    (usage,) = window.usage.usages
+    assert (figures(usage), usage.window) == ((100, 0, 30, 1), None)
+
+
+def test_an_ended_process_is_in_its_window_only_and_leaves_no_file(windows, start):
+    before = start(windows)
+    before.do("take 5")
+    before.end()
+    with windows.window() as window:
+        child = start(windows)
+        child.do("take 100")
+        child.end()
+    assert [(one.process.pid, figures(one), one.ended is None) for one in window.usage.usages] == [
+        (child.pid, (100, 0, 100, 1), False)
+    ]
+    assert list(folder_of(windows).glob("*.json")) == []
+    with windows.window() as next_window:
+        pass
+    assert next_window.usage == WindowUsage()
+
+
+def test_a_window_within_a_window_has_a_part_of_its_figures(windows, start):
+    child = start(windows)
+    child.do("take 10")
+    with windows.window() as outer:
+        child.do("take 100", "take -100")
+        with windows.window() as inner:
+            child.do("take 50")
+        child.do("take 1")
+    assert figures(inner.usage.usages[0]) == (60, 10, 60, 1)
+    assert figures(outer.usage.usages[0]) == (110, 10, 61, 3)
+
+
+def test_a_stopped_process_is_silent_and_its_late_answer_is_not_of_the_next_window(windows, start, monkeypatch):
+    child = start(windows)
+    child.do("take 10")
+    monkeypatch.setattr(windows_module, "ANSWER_SECONDS", 0.5)
+    with windows.window() as window:
+        child.do("take 100")
+        child.stop()
+    assert [one.process.pid for one in window.usage.silent] == [child.pid]
+    assert window.usage.usages == ()
+    monkeypatch.setattr(windows_module, "ANSWER_SECONDS", 10.0)
+    child.signal(signal.SIGCONT)
+    with windows.window() as next_window:
+        child.do("take 1")
+    assert next_window.usage.silent == ()
+    assert [figures(one) for one in next_window.usage.usages] == [(111, 110, 111, 1)]
+
+
+def test_a_process_that_is_silent_at_the_begin_makes_the_windows_figures_unknown(windows, start, monkeypatch):
+    child = start(windows)
+    child.stop()
+    monkeypatch.setattr(windows_module, "ANSWER_SECONDS", 0.5)
+    with windows.window() as window:
+        child.signal(signal.SIGCONT)
+        monkeypatch.setattr(windows_module, "ANSWER_SECONDS", 10.0)
+        child.do("take 1")
+    assert [one.process.pid for one in window.usage.silent] == [child.pid]
+
+
+def test_a_killed_process_leaves_its_last_report(windows, start):
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 100")
+        child.kill()
+    assert [figures(one) for one in window.usage.killed] == [(100, 0, 100, 1)]
+    assert window.usage.usages == ()
+    with windows.window() as next_window:
+        pass
+    assert next_window.usage == WindowUsage()
+
+
+def test_a_process_that_was_killed_but_not_waited_for_does_not_run(windows, start):
+    child = start(windows)
+    with windows.window() as window:
+        child.signal(signal.SIGKILL)
+    assert [one.process.pid for one in window.usage.killed] == [child.pid]
+
+
+def test_an_error_in_a_test_ends_its_window_and_the_next_one_is_as_always(windows, start):
+    child = start(windows)
+    opened = []
+
+    def interrupted():
+        with windows.window() as window:
+            opened.append(window)
+            child.do("take 100", "take -100")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert opened[0].usage == WindowUsage()
+    with windows.window() as next_window:
+        child.do("take 1")
+    assert figures(next_window.usage.usages[0]) == (1, 0, 1, 1)
+    assert len(opened[0].parts) == 1, "the part before the error"
+
+
+def test_two_sessions_in_a_process_see_their_own_processes(windows, start):
+    other = ProcessWindows()
+    children = [start(windows), start(other)]
+    with windows.window() as window, other.window() as others:
+        for nbytes, child in enumerate(children, 1):
+            child.do(f"take {nbytes}")
+    assert [figures(one)[0] for one in window.usage.usages] == [1]
+    assert [figures(one)[0] for one in others.usage.usages] == [2]
+    other.close()
+    with windows.window() as window:
+        pass
+    assert [one.process.pid for one in window.usage.usages] == [children[0].pid]
+
+
+def test_a_process_outlives_its_session_whose_folder_is_removed(start):
+    windows = ProcessWindows()
+    folder, child = folder_of(windows), start(windows)
+    with windows.window():
+        child.do("take 1")
+    windows.close()
+    assert not folder.exists()
+    child.do("take 1", "take 1")
+    child.end()
+    assert not folder.exists()
+
+
+def test_a_folder_with_a_long_name_can_have_the_socket(tmp_path, monkeypatch, start):
+    """Linux allows 107 bytes for the path of a socket."""
+    long = tmp_path / ("temporary-files-" * 8)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    windows = ProcessWindows()
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 7")
+    assert figures(window.usage.usages[0]) == (7, 0, 7, 1)
+    windows.close()
+    assert list(long.iterdir()) == []
+
+
+def test_a_fork_of_the_tests_process_leaves_the_connections_to_the_test(windows, start):
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 3")
+        pid = os.fork()
+        if pid == 0:
+            with windows.window() as forked:
+                pass
+            windows.close()
+            os._exit(0 if forked.usage == WindowUsage() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+    assert figures(window.usage.usages[0]) == (3, 0, 3, 1)
+    assert folder_of(windows).is_dir()
+
+
+def usage(pid: int = 1, window: int | None = None, ended: int | None = None, **device: int) -> ProcessUsage:
+    values = {"allocated": 0, "reserved": 0, "retries": 0, **device}
+    return ProcessUsage(pid, ended, (DeviceUsage(0, **values),), process=ProcessIdentity(pid), window=window)
+
+
+def test_only_answers_to_the_current_request_count_also_if_they_come_in_pieces(windows):
+    late, current = usage(allocated=1), usage(allocated=2)
+    sent = answer_line(6, late) + answer_line(7, current)
+    test, process = socket.socketpair()
+    with process:
+        test.setblocking(False)
+        windows._connections[test] = b""
+        windows._number = 7
+        assert windows._received(test) == []
+        answers = []
+        for piece in (sent[:5], sent[5:-9], sent[-9:]):
+            process.sendall(piece)
+            answers += windows._received(test)
+        assert answers == [current]
+    assert windows._received(test) == []
+    assert test not in windows._connections, "the process has ended"
+
+
+def test_parts_of_a_window_are_joined_by_process():
+    first = usage(allocated=5, reserved=9, requested=4, live=3, live_before=1, allocations=2)
+    second = usage(allocated=7, reserved=8, requested=2, live=2, live_before=3, allocations=1, window=4, ended=6)
+    other = usage(pid=2, allocated=1)
+    whole = joined([WindowUsage((first, other)), WindowUsage((second,))])
+    expected = usage(allocated=7, reserved=9, requested=4, live=2, live_before=1, allocations=3, ended=6)
+    assert whole.usages == (expected, other)
+
+
+def test_a_gpu_that_a_process_used_in_one_part_only_is_in_the_joined_window():
+    first, second = usage(allocated=5), replace(usage(window=2), devices=(DeviceUsage(1, 6, 6, 0),))
+    (both,) = joined([WindowUsage((first,)), WindowUsage((second,))]).usages
+    assert [(device.device, device.allocated) for device in both.devices] == [(0, 5), (1, 6)]
+
+
+def test_a_later_process_with_the_same_pid_is_another_process():
+    first = usage(allocated=5, ended=2)
+    later = replace(first, began=first.began + 1)
+    assert len(joined([WindowUsage((first,)), WindowUsage((later,))]).usages) == 2
+
+
+def test_joined_parts_name_each_unknown_process_once():
+    killed, silent = usage(pid=3), usage(pid=4)
+    part = WindowUsage((), (killed,), (silent,), ("python a.py",), ("python b.py",))
+    assert joined([part, part]) == part
+    assert joined([]) == WindowUsage()
+
+
+def test_running_out_of_memory_counts_over_all_parts():
+    parts = [WindowUsage((replace(usage(window=number), times_out_of_memory=number),)) for number in (1, 2)]
+    assert joined(parts).usages[0].times_out_of_memory == 3
+
+
+def test_processes_that_imported_torch_in_the_window_are_named_once(windows):
+    folder = folder_of(windows)
+    (folder / f"1{SEEN}").write_bytes(b"python\0before.py\0")
+    with windows.window() as window:
+        (folder / f"2{SEEN}").write_bytes(b"python\0within.py\0")
+        (folder / f"3{SEEN}").write_bytes(Path("/proc/self/cmdline").read_bytes())  # a fork of the test's process
+    assert window.usage.importing == ("python within.py",)
+
+
+def test_folders_of_killed_sessions_are_removed_after_a_day_and_others_are_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = ProcessWindows()
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import os; from pytest_gpumem.measuring.jobs.windows import ProcessWindows; ProcessWindows(); os.kill(os.getpid(), 9)",
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=False,
+        cwd=REPOSITORY,
+    )
+    assert killed.returncode == -9
+    (tmp_path / "gpumem-processes-linked").symlink_to(tmp_path)
+    (abandoned,) = set(tmp_path.glob("gpumem-processes-*")) - {folder_of(alive), tmp_path / "gpumem-processes-linked"}
+    ProcessWindows().close()
+    assert abandoned.exists()
+    for folder in (abandoned, folder_of(alive)):
+        os.utime(folder, (0, 0))
+    ProcessWindows().close()
+    assert not abandoned.exists()
+    assert folder_of(alive).is_dir()
+    assert (tmp_path / "gpumem-processes-linked").is_symlink()
+    alive.close()
+
+
+def test_a_folder_that_cannot_have_a_socket_sees_no_running_process(monkeypatch):
+    def fail(*_):
+        raise OSError("no sockets")
+
+    monkeypatch.setattr(socket.socket, "bind", fail)
+    windows = ProcessWindows()
+    with windows.window() as window:
+        pass
+    windows.close()
+    assert window.usage.usages == ()
+
+
+def held(live: int, window: int) -> ProcessUsage:
+    device = DeviceUsage(0, 100, 200, 0, requested=90, live=live, live_before=0, allocations=1)
+    return ProcessUsage(1, None, (device,), process=ProcessIdentity(7), window=window)
+
+
+def test_growth_between_windows_is_not_growth_before_the_test(windows):
+    """A test makes the server keep 30 bytes. Later a fixture lets it load 400 bytes more."""
+
+    def first(live, *, within):
+        windows._open = [object()] if within else []
+        return windows._with_live_first(held(live, 1)).devices[0].live_first
+
+    assert first(1000, within=False) == 1000
+    assert first(1030, within=True) == 1000
+    assert first(1430, within=False) == 1400, "the 30 bytes are growth before this test, and the 400 bytes are not"
+    assert first(1430, within=True) == 1400
+    windows._open = []
