@@ -19,6 +19,10 @@ from xml.etree import ElementTree
 import pytest
 
 import pytest_gpumem.plugin
+from pytest_gpumem.base.variables import EMULATED
+from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
 from tests import preloaded
@@ -103,6 +107,16 @@ def _no_job_of_a_ci() -> Iterator[None]:
         for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE", "GPUMEM_CACHE"):
             patch.delenv(name, raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _not_reporting_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test's processes not report to the suite, which measures some of its tests itself."""
+    for name in (USAGE, LIVE):
+        monkeypatch.delenv(name, raising=False)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(STARTUP) in paths and EMULATED not in os.environ:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path != str(STARTUP)))
 
 
 @pytest.fixture(autouse=True)
@@ -220,12 +234,12 @@ def _hiding() -> Callable[[], None] | None:
 
 
 def figures_of(report: Path) -> dict[str, dict[str, int]]:
-    """The byte figures in a JUnit report, by test."""
+    """The bytes and counts in a JUnit report, by test."""
     found: dict[str, dict[str, int]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         for entry in case.iter("property"):
             name = str(entry.get("name"))
-            if name.startswith("gpumem.") and not name.endswith(("_time", "throughput")):
+            if name.startswith("gpumem.") and METRICS[name.rpartition(".")[2]].unit in WHOLE:
                 found.setdefault(str(case.get("name")), {})[name.removeprefix("gpumem.")] = int(str(entry.get("value")))
     return found
 

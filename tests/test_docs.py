@@ -324,7 +324,9 @@ TITLED = sorted(
         (block.page, block.section)
         for block in blocks("python")
         # The README's has a test of its own, which the front page repeats, and so do those of docs/migrate.
-        if block.file and not block.page.startswith(("docs/migrate/", "docs/index.md", "README.md"))
+        # Servers and jobs need a GPU: tests/emulated/test_guide_of_servers.py.
+        if block.file
+        and not block.page.startswith(("docs/migrate/", "docs/index.md", "docs/guide/servers", "README.md"))
     }
 )
 

@@ -15,7 +15,14 @@ from tests.pages import COMPARED, RUN, SHELL, SITE, Block, blocks, blocks_of, re
 from tests.support.processes import run_job
 from tests.test_ci_docs import BLOCKS as OF_CI
 
-for _name in ("reports.test_results", "test_docs_output", "test_example_project", "test_one_of_several"):
+for _name in (
+    "reports.test_failure",
+    "reports.test_results",
+    "test_docs_output",
+    "test_example_project",
+    "test_gpu_use",
+    "test_one_of_several",
+):
     importlib.import_module(f"tests.{_name}")  # they note what they run, and compare
 SHOWN_PAGES = ["README.md", *(page for page in SITE if not page.startswith("docs/development/"))]
 """Pages for users. Those for development have tests of their own: tests/test_docs.py, tests/recipes."""
@@ -57,6 +64,8 @@ NOT_COMPARED = {
     ("docs/guide/fits.md", "needs 15.25 GB"): EMULATED,
     ("docs/guide/leaks.md", "  kept in: accelerate 1.3.0"): INDEX,
     ("docs/guide/pull-request.md", "test  "): MINUTES,
+    ("docs/guide/scripts-and-loops.md", "test  "): "of an emulated GPU; tests/emulated/test_run.py",
+    ("docs/guide/servers-and-launched-jobs.md", "In call: serve.py"): EMULATED,
     ("docs/guide/several-gpus.md", "GPU memory regressed: peak on cuda:0"): "two GPUs; tests/emulated/test_devices.py",
     ("docs/guide/several-gpus.md", "FAILED tests/distributed"): "four ranks; tests/ranks/test_verdict.py",
     ("docs/guide/time.md", "Time regressed: step time 45.90 ms"): A_TIME,
@@ -233,7 +242,7 @@ def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block):
         # On a GPU such an example runs a training script; tests/emulated/test_launch.py runs others.
         result = project.run("-rs")
         result.assert_outcomes(skipped=1)
-        result.stdout.fnmatch_lines(["*gpumem.launch measures the GPU memory of other processes*"])
+        result.stdout.fnmatch_lines(["*gpumem.launch: only the GPU memory of other processes is measured*"])
     else:
         result = project.run("--gpumem-update=new", "-k", "not 64 and not 512")
         result.assert_outcomes(**{name: number for name, number in result.parseoutcomes().items() if name != "failed"})

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+
+from pytest_gpumem.measuring.jobs.run import reporting_to
 
 WATCH = """
 import sys
@@ -140,3 +146,30 @@ def pytest_configure(config):
     result = project.run("-p", "no:warnings", separate=True)
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["frozen: False, callbacks: 0"])
+
+
+def modules_of_a_child(code, **variables):
+    command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"]
+    environment = {**os.environ, **variables}
+    return set(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_a_reporting_process_without_torch_loads_a_few_small_modules(tmp_path):
+    loaded = modules_of_a_child("", **reporting_to(tmp_path, {})) - modules_of_a_child("", PYTHONPATH="")
+    assert "sitecustomize" in loaded
+    assert not loaded & {"contextlib", "pathlib", "re", "typing", "importlib.abc", "tempfile"}
+    assert not [name for name in loaded if name.startswith("pytest_gpumem")]
+
+
+def test_a_reporting_process_without_cuda_does_not_load_the_recorder(tmp_path):
+    loaded = modules_of_a_child("import torch", **reporting_to(tmp_path, {}))
+    assert "pytest_gpumem.emulating.emulated_process.usage" in loaded
+    assert "pytest_gpumem.emulating.emulated_process.usage_recorder" not in loaded
+
+
+def test_a_recorder_without_an_emulated_gpu_loads_no_emulation():
+    recorder = "pytest_gpumem.emulating.emulated_process.usage_recorder"
+    loaded = modules_of_a_child(f"import {recorder}")
+    assert recorder in loaded
+    assert not [name for name in loaded if name.startswith("pytest_gpumem.emulating.host_values")]
+    assert "pytest_gpumem.emulating.emulation.load" not in loaded

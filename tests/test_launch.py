@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
-from pytest_gpumem.measuring.jobs.figures import job_figures
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
 from pytest_gpumem.measuring.jobs.run import FinishedJob
+from pytest_gpumem.measuring.jobs.windows import WindowUsage
+from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes
 from pytest_gpumem.plugin.runtest.launching import check_job
 
 TEST = """
@@ -19,12 +26,10 @@ def test_it(gpumem):
 def test_a_cpu_skips_a_launched_job_and_strict_mode_fails_it(project):
     project.write(TEST.format(command='["python", "-c", "1"]'))
     result = project.run("-rs")
-    result.stdout.fnmatch_lines(
-        ["*SKIPPED*gpumem.launch measures the GPU memory of other processes, and this is a CPU*"]
-    )
+    result.stdout.fnmatch_lines(["*SKIPPED*only the GPU memory of other processes is measured, and this is a CPU*"])
     strict = project.run("--gpumem-strict")
     assert strict.ret == 1
-    strict.stdout.fnmatch_lines(["*gpumem.launch measures the GPU memory of other processes, and this is a CPU*"])
+    strict.stdout.fnmatch_lines(["*only the GPU memory of other processes is measured, and this is a CPU*"])
 
 
 @pytest.mark.parametrize(
@@ -95,3 +100,47 @@ def test_a_job_whose_figures_cannot_be_trusted_is_refused_with_the_reason(finish
 def test_a_job_whose_processes_all_reported_is_accepted():
     finished = job(usage(0), usage(1))
     check_job(["run", "it"], finished, job_figures(finished.usages), 2)
+
+
+SHOWS_ENVIRONMENT = """
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.gpumem
+def test_it():
+    torch.ones(1000)
+    shown = [name for name in os.environ if name.startswith("GPUMEM_USAGE")]
+    path = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.environ.get('PYTHONPATH', ''))"], capture_output=True, text=True
+    )
+    print("SET", bool(shown), "startup" in path.stdout)
+"""
+
+
+@pytest.mark.parametrize(("option", "is_set"), [("--gpumem-processes", True), ("--no-gpumem-processes", False)])
+def test_other_processes_get_variables_unless_the_option_is_off(project, option, is_set):
+    before = os.environ.get("PYTHONPATH")
+    project.write(SHOWS_ENVIRONMENT)
+    result = project.run("--gpumem-device=cpu", option, "-s")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines([f"*SET {is_set} {is_set}*"])
+    assert os.environ.get("PYTHONPATH") == before
+    assert not any(name.startswith("GPUMEM_USAGE") for name in os.environ)
+
+
+def test_a_cpu_counts_no_gpu_memory_of_other_processes():
+    window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
+    assert figures_of_processes(window, CpuDevice(), {"cpu": 4096}) == JobFigures({}, ())
+    (note,) = notes_on_processes(window, CpuDevice())
+    assert note.startswith("not counted: `python train.py` loads torch, and only the GPU memory of other processes")
+
+
+def test_a_process_that_inherits_the_tests_rank_is_named_without_it(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    device = SimpleNamespace(torch_device=torch.device("cuda", 0), everywhere=(), lacks={}.get)
+    figures = figures_of_processes(WindowUsage((usage(0), usage(1))), device, {})
+    assert [process.name for process in figures.processes] == ["train.py", "train.py rank 0"]

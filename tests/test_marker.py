@@ -44,6 +44,7 @@ class Item:
         ({"max_reserved": "8 GB"}, Budget({"peak_reserved": 8_000_000_000})),
         ({"max_retained": "1 MB"}, Budget({"retained": 1_000_000})),
         ({"max_retained": 0}, Budget({"retained": 0})),
+        ({"max_imbalance": 1.2}, Budget({"imbalance": 1.2})),
         ({"tolerance": "2 %"}, Budget(tolerance=0.02)),
         ({"device": "cpu"}, Budget(device="cpu")),
     ],
@@ -59,13 +60,15 @@ def test_arguments_make_a_budget_in_bytes_and_ratios(arguments, budget):
         (
             {"zebra": 1},
             (
-                "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, tolerance, "
-                "max_slowdown, min_throughput, device"
+                "unknown argument 'zebra'; valid: max_gb, max_memory, max_reserved, max_retained, max_imbalance, "
+                "tolerance, max_slowdown, min_throughput, device"
             ),
         ),
         ({"max_gb": -1}, "max_gb: -1 is negative; a number of GB is zero or more"),
         ({"max_memory": 6.5}, "max_memory: 6.5 is not a size; write it with its unit, like '6.5 GB'"),
         ({"max_memory": "6.5"}, "max_memory: '6.5' has no unit; write it like '6.5 GB' or '6.5 MiB'"),
+        ({"max_imbalance": "1.2"}, "max_imbalance: '1.2' is not a ratio of 1 or more; write a number like 1.2"),
+        ({"max_imbalance": 0.2}, "max_imbalance: 0.2 is not a ratio of 1 or more; write a number like 1.2"),
         ({"tolerance": 0.02}, "tolerance: 0.02 is not a percentage; write it like '2 %'"),
         ({"max_slowdown": 0.1}, "max_slowdown: 0.1 is not a percentage; write it like '10 %'"),
         ({"tolerance": "3"}, "tolerance: '3' is not a percentage; write it like '3 %'"),
@@ -84,7 +87,16 @@ def test_a_wrong_argument_is_named_with_what_would_be_right(arguments, message):
         budget_from_arguments(arguments)
 
 
-LIMITS = ["max_gb", "max_memory", "max_reserved", "max_retained", "tolerance", "max_slowdown", "min_throughput"]
+LIMITS = [
+    "max_gb",
+    "max_memory",
+    "max_reserved",
+    "max_retained",
+    "max_imbalance",
+    "tolerance",
+    "max_slowdown",
+    "min_throughput",
+]
 NAMES = st.sampled_from([*LIMITS, "device"]) | st.text()
 VALUES = (
     st.none()
@@ -115,8 +127,8 @@ def test_any_arguments_make_a_budget_or_a_budget_error(arguments):
 
 def test_the_help_of_the_marker_names_every_argument():
     assert MARKER_HELP == (
-        "gpumem(max_gb=..., max_memory=..., max_reserved=..., max_retained=..., tolerance=..., max_slowdown=..., "
-        "min_throughput=..., device=...): measure the GPU memory of the test, and the speed of its steps, and fail when it is "
+        "gpumem(max_gb=..., max_memory=..., max_reserved=..., max_retained=..., max_imbalance=..., tolerance=..., "
+        "max_slowdown=..., min_throughput=..., device=...): measure the GPU memory of the test, and the speed of its steps, and fail when it is "
         "over budget or regresses"
     )
 

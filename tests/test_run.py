@@ -130,9 +130,36 @@ def test_a_script_that_ends_before_is_measured_as_far_as_it_goes(script):
 
 def test_a_script_without_steps_fails_and_says_what_was_expected(project):
     (project.path / "idle.py").write_text("print('done')\n", encoding="utf-8")
-    result = project.gpumem("run", "idle.py", "--gpumem-device=cpu")
+    result = project.gpumem("run", "idle.py", "--gpumem-device=cpu", "--gpumem-report=report.json")
     assert result.returncode == 1
-    assert "idle.py: no step was seen: a step ends with optimizer.step() of a torch optimizer" in result.stdout
+    reason = "no step was seen: a step ends with optimizer.step() of a torch optimizer"
+    assert f"idle.py: {reason}" in result.stdout
+    (reported,) = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
+    assert reported["verdict"]["unmeasured"].startswith(reason)
+
+
+STARTS = """
+import subprocess, sys
+import torch
+
+subprocess.run([sys.executable, "-c", "import torch"], check=True)
+weight = torch.nn.Parameter(torch.ones(1000))
+optimizer = torch.optim.SGD([weight])
+for _ in range(1000 if "steps" in sys.argv else 0):
+    (weight * 2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows other processes' commands")
+@pytest.mark.parametrize(("words", "status"), [(["steps"], 0), ([], 1)], ids=["steps", "no step"])
+def test_a_process_that_a_script_starts_on_the_cpu_is_told_as_not_counted(project, words, status):
+    (project.path / "train.py").write_text(STARTS, encoding="utf-8")
+    result = project.gpumem("run", "train.py", "--gpumem-device=cpu", "--no-gpumem-time", "--", *words)
+    assert result.returncode == status, result.stdout
+    note = "not counted: `{} -c import torch` loads torch, and only the GPU memory of other processes is measured, and this is"
+    assert note.format(sys.executable) in result.stdout
 
 
 def test_without_the_device_a_script_is_not_run_and_the_command_fails(script):

@@ -55,6 +55,7 @@ def test_every_key_of_a_table_is_taken():
         "device": "auto",
         "strict": True,
         "time": True,
+        "processes": False,
         "pack": True,
         "explain": "always",
         "artifacts": "timelines",
@@ -117,7 +118,7 @@ def test_settings_from_a_table_cannot_be_changed():
             {"zebra": 1},
             (
                 "here: unknown key 'zebra'; valid: baseline, update, device, store, strict, explain, artifacts, "
-                "report, time, rank_timeout, pack, routing, units, time_budget, tolerance, budget, mark, gpus, models"
+                "report, time, rank_timeout, processes, pack, routing, units, time_budget, tolerance, budget, mark, gpus, models"
             ),
         ),
         ({"baseline": 1}, "here: baseline is 1, expected true or false"),
@@ -314,6 +315,7 @@ TABLES = st.fixed_dictionaries(
         "gpus": VALUES | st.dictionaries(st.text(max_size=8), VALUES, max_size=2),
         "strict": st.booleans() | VALUES,
         "time": st.booleans() | VALUES,
+        "processes": st.booleans() | VALUES,
         "pack": st.booleans() | VALUES,
         "explain": st.sampled_from(["on-failure", "always", "never", "on_failure"]) | VALUES,
         "artifacts": VALUES,

@@ -271,6 +271,7 @@ class Gpumem:
         env: Mapping[str, str] | None = None,
         cwd: str | os.PathLike[str] | None = None,
         name: str | None = None,
+        explain: bool | None = None,
     ) -> Launched:
         """Run a command, wait for its end, and measure the GPU memory of each process that it starts.
 
@@ -281,9 +282,10 @@ class Gpumem:
 
         The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
         1``. A process is called after its program, with ``RANK`` from its environment or a number if several processes run
-        the same program. The job's figure on a GPU is the sum of the peaks of its processes there. This sum is an upper
-        bound, because the peaks may be at different times. Budgets and baselines apply to all these
-        measurements. They have no composition and no times.
+        the same program. The job's figure on a GPU is the largest sum of the peaks of processes that ran at the same
+        time. This sum is an upper bound, because the peaks may be at different times. If at least two ranks used a GPU, the
+        job also has `imbalance`. Budgets and baselines apply to all these measurements. They have no times. In a process's
+        composition, memory from backward has no line.
 
         The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed
         by SIGKILL, or still runs when the command has ended. A process writes no figures if it does not inherit the
@@ -296,6 +298,7 @@ class Gpumem:
             env: Environment variables in addition to the test's own.
             cwd: The folder in which the command runs; by default the current folder.
             name: The name of the job's measurement; by default ``launch``.
+            explain: As for `Gpumem.measure`. To record the composition of each process's peak, the command runs once more.
 
         Returns:
             The job's ``measurement``, the measurements of its ``processes`` by name, its ``exit_status``, ``stdout`` and
@@ -310,14 +313,16 @@ class Gpumem:
 
             def test_training_job(gpumem):
                 job = gpumem.launch(["torchrun", "--nproc-per-node=2", "train.py"], ranks=2, timeout=600)
-                first, second = job.processes.values()
-                assert second.peak_allocated <= 1.05 * first.peak_allocated
+                assert job.measurement.imbalance <= 1.05
         """
         with self._run.alone("launch", name), self._or_refused():
-            job, judged = launch(self._run, command, ranks=ranks, timeout=timeout, env=env, cwd=cwd, name=name)
-        whole, *processes = (self._run.keep(result) for result in judged.values())
-        named = dict(zip([*judged][1:], processes, strict=True))
-        return Launched(whole, named, job.status, job.output, job.errors)
+            job, judged, processes = launch(
+                self._run, command, ranks=ranks, timeout=timeout, env=env, cwd=cwd, name=name, explain=explain
+            )
+        # A failure shows the processes first, because they have the lines.
+        measurements = {process: self._run.keep(result) for process, result in processes.items()}
+        measurement = self._run.keep(judged)
+        return Launched(measurement, measurements, job.status, job.output, job.errors)
 
     def loop(
         self,
@@ -340,6 +345,8 @@ class Gpumem:
         kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted,
         explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the
         highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a note says so.
+        Other processes that use a GPU have measurements as well, such as ``loop: serve.py``. Their peaks count from the start
+        of the ``with`` block to the end of step ``steps``.
 
         When all of this is measured, an exception leaves the ``with`` block, and the loop's own ``finally`` blocks and
         context managers run as usual. The exception is not a subclass of ``Exception``, so ``except Exception`` in the loop

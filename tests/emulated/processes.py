@@ -76,7 +76,9 @@ class Processes:
         return preloaded.run(*words, cwd=self.folder, env=environment, before=emulate, timeout=timeout)
 
     def _environment(self, variables: dict[str, object], **more: str) -> dict[str, str]:
-        return {**os.environ, **more, **{name: str(value) for name, value in variables.items()}}
+        # A process is no worker of this suite.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+        return {**inherited, **more, **{name: str(value) for name, value in variables.items()}}
 
 
 def _emulating(gpu: str) -> dict[str, str]:

@@ -214,3 +214,48 @@ assert current().reads.take_trouble() is None
 print("all as expected")
 """
     assert ranks(source, 2) == ["all as expected\n"] * 2
+
+
+OBJECTS = """
+import os, time, torch
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+gathered = [None, None]
+for number in range(2):
+    dist.all_gather_object(gathered, (rank, number))
+plans = [None, None] if rank == 1 else None
+dist.gather_object("plan" * rank, plans, dst=1)
+sent = [rank, torch.tensor([rank])]
+dist.broadcast_object_list(sent, src=1)
+scattered = [None]
+dist.scatter_object_list(scattered, ["a", "b"] if rank == 0 else None, src=0)
+alone = dist.new_group([1])
+in_both = [None, None]
+dist.all_gather_object(in_both, rank, group=dist.new_group([0, 1]))
+assert in_both == [0, 1]
+if rank == 1:
+    own = [None]
+    dist.all_gather_object(own, "own", group=alone)
+    assert own == ["own"]
+if rank == 0:
+    time.sleep(0.5)
+    open("written", "w").close()
+dist.barrier()
+print(rank, gathered, plans, sent, scattered, os.path.exists("written"))
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_torchrun_exchange_objects_and_wait_at_a_barrier(processes, tmp_path):
+    (tmp_path / "ranks.py").write_text(OBJECTS, encoding="utf-8")
+    torchrun = (
+        "import sys; from torch.distributed.run import main; main(['--standalone', '--nproc-per-node=2', 'ranks.py'])"
+    )
+    done = processes.run(torchrun, "h100x2", new=True)
+    assert done.returncode == 0, done.stderr
+    same = "[(0, 1), (1, 1)] {} [1, tensor([1])] ['{}'] True"
+    first, second = sorted(done.stdout.splitlines())
+    assert first == "0 " + same.format(None, "a")
+    assert second == "1 " + same.format(["", "plan"], "b")

@@ -8,120 +8,8 @@ import re
 import pytest
 
 from tests.conftest import figures_of
+from tests.emulated.programs import JOB
 
-JOB = '''
-import concurrent.futures
-import multiprocessing
-import os
-import subprocess
-import sys
-
-# Without the stand-ins of the emulated GPU, torch's build for CUDA cannot be imported; its library can be mapped.
-LOADS_TORCH = """
-import importlib.util, mmap, pathlib, time
-library = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
-file = library.open("rb")
-mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-time.sleep(1)
-"""
-# The program goes on after a failed exec, takes more, and is killed before it could report that.
-FAILS_TO_EXEC = """
-import contextlib, job, os
-job.work()
-with contextlib.suppress(OSError):
-    os.execv("/none", ["none"])
-job.work(1)
-os.kill(os.getpid(), 9)
-"""
-GROWN = int(os.environ.get("GROWN", "1"))
-
-
-def work(number=0):
-    """Take 4 MB, or more for a grown job, and print the peak as a program does."""
-    import torch
-
-    torch.ones((GROWN + number) << 20, device="cuda")
-    print(f"PEAK {torch.cuda.max_memory_allocated()}\\n", end="", flush=True)
-
-
-def python(*words, **more):
-    subprocess.run([sys.executable, *words], check=True, **more)
-
-
-def by_multiprocessing(method):
-    context = multiprocessing.get_context(method)
-    processes = [context.Process(target=work, args=(number,)) for number in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-
-
-def by_executor():
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
-        executor.submit(work).result()
-
-
-def by_torch():
-    import torch.multiprocessing
-
-    torch.multiprocessing.spawn(work, nprocs=2)
-
-
-def by_fork():
-    pid = os.fork()
-    if pid == 0:
-        work()
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def by_pool():
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pool.apply(work)
-
-
-WAYS = {
-    "script": work,
-    "child": lambda: python(__file__, "script"),
-    "grandchild": lambda: python(__file__, "child"),
-    "shell": lambda: subprocess.run(f"{sys.executable} {__file__} script", shell=True, check=True),
-    "module": lambda: python("-m", "job", "script"),
-    "code": lambda: python("-c", "import job; job.work()"),
-    "thread of a pool": lambda: concurrent.futures.ThreadPoolExecutor().submit(python, __file__, "script").result(),
-    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, [sys.executable, __file__, "script"], os.environ), 0),
-    "exec": lambda: os.execv(sys.executable, [sys.executable, __file__, "script"]),
-    "os.fork": by_fork,
-    "fork": lambda: by_multiprocessing("fork"),
-    "spawn": lambda: by_multiprocessing("spawn"),
-    "forkserver": lambda: by_multiprocessing("forkserver"),
-    "executor": by_executor,
-    "torch.multiprocessing": by_torch,
-    "torchrun": lambda: python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "script"),
-    "accelerate": lambda: python("-m", "accelerate.commands.launch", "--num_processes=1", __file__, "script"),
-    "cleared": lambda: python("-c", LOADS_TORCH, env={"PATH": os.environ["PATH"]}),
-    "isolated": lambda: python("-I", "-c", LOADS_TORCH),
-    "own session": lambda: python("-c", LOADS_TORCH, env={"PATH": os.environ["PATH"]}, start_new_session=True),
-    "killed": lambda: subprocess.run(
-        [sys.executable, "-c", "import job, os, time; job.work(); time.sleep(1); os.kill(os.getpid(), 9)"]
-    ),
-    "killed at once": lambda: subprocess.run(
-        [sys.executable, "-c", "import os, torch; torch.cuda.init(); os.kill(os.getpid(), 9)"]
-    ),
-    "left": lambda: subprocess.Popen([sys.executable, "-c", "import job, time; job.work(); time.sleep(30)"]) and work(),
-    "terminated": lambda: subprocess.run([sys.executable, "-c", "import job, os; job.work(); os.kill(os.getpid(), 15)"]),
-    "pool": by_pool,
-    "exec after CUDA": lambda: subprocess.run(
-        [sys.executable, "-c", "import job, os, sys; job.work(); os.execv(sys.executable, [sys.executable, '-c', '1'])"]
-    ),
-    "failed exec": lambda: subprocess.run([sys.executable, "-c", FAILS_TO_EXEC]),
-    "exit function": lambda: python("-c", "import atexit, job, torch; atexit.register(job.work)"),
-    "one after the other": lambda: [python(__file__, "script") for _ in range(2)],
-    "hanging": lambda: python("-c", "import job, time; job.work(); time.sleep(600)"),
-}
-if __name__ == "__main__":
-    WAYS[sys.argv[1]]()
-'''
 TEST = """
 import re
 import sys
@@ -135,7 +23,9 @@ def test_job(gpumem, way):
     printed = sorted(map(int, re.findall(r"PEAK (\\d+)", job.stdout)))
     assert printed
     assert sorted(process.peak_allocated for process in job.processes.values()) == printed
-    assert job.measurement.peak_allocated == sum(printed)
+    assert job.measurement.peak_allocated == (max if way == "one after the other" else sum)(printed)
+    imbalance = job.measurement.metrics.get("imbalance")
+    assert imbalance == (printed[1] / printed[0] if way == "torchrun" else None)
 """
 QUICK = ("grandchild", "os.fork", "spawn", "torchrun", "pool", "exit function")
 WAYS = (
@@ -153,7 +43,7 @@ WAYS = (
         "forkserver",
         "executor",
     ),
-    *("torch.multiprocessing", "terminated", "exec after CUDA", "one after the other"),
+    *("torch.multiprocessing", "terminated", "terminated after a thread", "exec after CUDA", "one after the other"),
     *(("accelerate",) if importlib.util.find_spec("accelerate") else ()),
 )
 NAMES = {
@@ -161,6 +51,8 @@ NAMES = {
     *("launch: multiprocessing", "launch: multiprocessing 2"),
 }
 """The names of measurements of the quick ways."""
+
+NAMED = "job.py rank 1 has the largest peak of all ranks, 12.58 MB, and job.py rank 0 the smallest, 8.39 MB"
 
 
 @pytest.fixture
@@ -190,10 +82,12 @@ def test_each_process_has_the_peak_that_it_prints_and_a_grown_process_is_red(ses
     gated = session("--gpumem-baseline", *workers, ways=ways[::-1])
     assert gated.returncode == 0, gated.stdout
     assert figures_of(tmp_path / "report.xml") == first
-    grown = session("--gpumem-baseline", *workers, ways=ways, GROWN="2")
+    grown = session("--gpumem-baseline", *workers, ways=ways, GROWN="2", LARGEST_RANK="1")
     assert grown.returncode == 1
     assert f"{len(ways)} failed" in grown.stdout, grown.stdout
     assert "launch: " in grown.stdout
+    assert re.search(r"imbalance over ranks +1\.00 +1\.50 +\+50\.0 % +\+2\.0 % +regressed", grown.stdout), grown.stdout
+    assert NAMED in grown.stdout, grown.stdout
 
 
 UNKNOWN = {
@@ -212,3 +106,22 @@ def test_a_job_whose_figures_would_be_too_low_fails_with_the_reason(session):
     assert f"{len(UNKNOWN)} failed" in done.stdout, done.stdout
     for way, reason in UNKNOWN.items():
         assert re.search(rf"JobError: `[^`]*{way}'?`.*{reason}", done.stdout), (way, done.stdout)
+
+
+READS = """
+import torch
+
+x = torch.randn(1000, 1000, device="cuda")
+torch.ones(int((x > 0).sum()), device="cuda")
+"""
+
+
+def test_a_job_is_unmeasured_if_a_process_reads_an_uncomputed_integer(processes, tmp_path):
+    (tmp_path / "train.py").write_text(READS, encoding="utf-8")
+    test = 'import sys\ndef test_job(gpumem):\n    gpumem.launch([sys.executable, "train.py"])\n'
+    (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
+    done = processes.pytest("--gpumem-update=new")
+    assert re.search(r"unmeasured.*train\.py: a value is read that an emulated GPU.*train\.py:5", done.stdout), (
+        done.stdout
+    )
+    assert processes.pytest("--gpumem-baseline").returncode == 1

@@ -129,6 +129,16 @@ print(torch.ones(5).pin_memory().cuda(non_blocking=True).tolist())
     assert on_gpu(source, "h100x8") == "cuda:3 8 512 0\n[1.0, 1.0, 1.0, 1.0, 1.0]\n"
 
 
+def test_a_gpu_can_view_pinned_memory(on_gpu):
+    source = """
+class View:
+    __cuda_array_interface__ = {"shape": (4,), "typestr": "<i8", "data": (host.data_ptr(), False), "version": 2}
+view = torch.as_tensor(View(), device="cuda")
+print(view.device, view.data_ptr() == host.data_ptr(), view.tolist())
+"""
+    assert on_gpu("host = torch.arange(4).pin_memory()" + source) == "cuda:0 True [0, 1, 2, 3]\n"
+
+
 def test_a_training_step_asks_for_nothing_that_the_emulated_gpu_lacks(processes):
     step = """
 import torch

@@ -20,6 +20,18 @@ print(cuda_has_allocated(0))
     assert printed.split() == ["False", "True", "True"]
 
 
+def test_each_reader_of_statistics_has_the_bytes_of_a_gpus_tensors(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.torch_support.private_api.allocator import PEAK_READERS, cuda_statistics
+kept = torch.ones(1250, device="cuda")
+for read in (cuda_statistics, *(getattr(torch._C, name) for name in PEAK_READERS if hasattr(torch._C, name))):
+    torch.ones(2500, device="cuda")
+    bytes_of = {name: values["all"] for name, values in read(0).items() if name.endswith("_bytes")}
+    print(bytes_of["requested_bytes"]["current"], bytes_of["allocated_bytes"]["current"], bytes_of["requested_bytes"]["peak"])
+""")
+    assert set(printed.splitlines()) == {"5000 5120 15000"}
+
+
 def test_an_allocation_is_reported_before_it_runs_out_of_memory(on_gpu):
     printed = on_gpu("""
 from pytest_gpumem.torch_support.private_api.allocator import observe_out_of_memory
@@ -74,3 +86,65 @@ except torch.OutOfMemoryError:
     print("raised")
 """)
     assert printed.splitlines() == ["True 3000", "0", "raised"]
+
+
+def test_a_snapshot_with_frames_and_notes_in_a_thread_imports_nothing(on_gpu):
+    printed = on_gpu("""
+import sys
+import threading
+from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+
+torch.cuda.init()
+recorder = BlockRecorder()
+recorder.begin()
+model = torch.nn.Sequential(torch.nn.Linear(4, 4)).cuda()
+kept = model(torch.ones(4, device="cuda"))
+for name in [name for name in sys.modules if name.startswith(("torch._inductor", "torch._dynamo"))]:
+    del sys.modules[name]  # the tests' server has loaded them
+vars(torch).pop("_inductor", None)
+before = set(sys.modules)
+recorded = {}
+thread = threading.Thread(target=lambda: recorded.update(recorder.recorded({})))
+thread.start()
+thread.join()
+print(recorder.failure, set(sys.modules) - before)
+others = [blocks for blocks in recorded[0].at_peak if blocks.nbytes == 16 and blocks.category == "other"]
+print(sorted(blocks.module for blocks in others if blocks.frames))
+recorder.end()
+print(torch._C._cuda_isHistoryEnabled(), len(torch.nn.modules.module._global_forward_hooks))
+""")
+    assert printed.splitlines() == ["None set()", "['', 'Sequential.0']", "False 0"]
+
+
+def test_a_program_that_begins_its_own_history_ends_the_recording_and_keeps_its_own(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+
+torch.cuda.init()
+recorder = BlockRecorder()
+recorder.begin()
+ours = torch.ones(1000, device="cuda")
+torch.cuda.memory._record_memory_history(max_entries=100)
+theirs = torch.ones(2000, device="cuda")
+print(recorder.recorded({}), recorder.failure)
+recorder.begin()
+recorder.end()
+print([entry["size"] for entry in torch.cuda.memory._snapshot()["device_traces"][0] if entry["action"] == "alloc"])
+""")
+    assert printed.splitlines() == ["{} the program records them itself", "[8000]"]
+
+
+def test_a_program_that_allocates_more_often_than_the_history_has_room_says_so(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.emulating.emulated_process import block_recorder
+
+block_recorder.MOST_ENTRIES = 12
+torch.cuda.init()
+recorder = block_recorder.BlockRecorder()
+for count in (1, 10):
+    recorder.begin()
+    for _ in range(count):
+        torch.ones(1000, device="cuda")
+    print(len(recorder.recorded({})), recorder.failure)
+""")
+    assert printed.splitlines() == ["1 None", "0 the history has no room for more than 12 entries"]

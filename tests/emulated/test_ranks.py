@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 RANKS, WIDTH = 2, 1024
+STARTS = """
+import subprocess
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+subprocess.run([sys.executable, "-c", "import torch; torch.ones(1 << 20, device='cuda')"], check=True)
+weight = torch.nn.Parameter(torch.ones(1 << 18, device="cuda"))
+optimizer = torch.optim.SGD([weight])
+for _ in range(8):
+    (weight * 2).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 TESTS = f"""
 import os
 import pytest
@@ -142,3 +157,21 @@ def test_a_rank_alone_holds_on_its_gpu_what_it_holds_beside_the_other(job, proce
             *here, peak_here = json.loads((tmp_path / f"alone-{kind}-{rank}.json").read_text())
             assert here == there, (kind, rank)
             assert peak_here == pytest.approx(peak_there, rel=0.01), (kind, rank)
+
+
+def test_a_process_that_a_rank_starts_is_named_by_its_program_and_the_rank(job, tmp_path):
+    (tmp_path / "train.py").write_text(STARTS)
+    program = ("pytest_gpumem.tools.main", "run", "train.py")
+    done = job("--gpumem-report=report.json", gpu="h100x2", program=program)
+    assert done.status == 0, done.output
+    (result,) = json.loads((tmp_path / "report.json").read_text())["results"]
+    measured = [verdict["measurement"] for verdict in result["verdict"]["verdicts"]]
+    peaks = {measurement["name"]: measurement["by_device"] or measurement["metrics"] for measurement in measured}
+    for rank in range(RANKS):
+        own = peaks[f"loop rank {rank} of 2"]
+        own = own.get(f"cuda:{rank}", own)["peak_allocated"]
+        assert peaks[f"loop: -c rank {rank} of 2"]["peak_allocated"] == 4 << 20
+        together = peaks[f"loop: all processes rank {rank} of 2"]
+        # Both processes of rank 0 use the first GPU.
+        by_gpu = {gpu: metrics["peak_allocated"] for gpu, metrics in together.items()} if rank else together
+        assert by_gpu == ({"cuda:0": 4 << 20, "cuda:1": own} if rank else {"peak_allocated": own + (4 << 20)})

@@ -11,6 +11,8 @@ from pytest_gpumem.plugin.config.options import MARKER
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_gpumem.facts.metrics import Unit
+
 
 def _size(value: object) -> int:
     if value == 0 and not isinstance(value, (bool, str)):
@@ -25,6 +27,12 @@ def _with_unit(value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         return "6.5 GB"
     return f"{value:g} GB" if value < 10**6 else format_bytes(int(value))
+
+
+def _factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < float("inf"):
+        raise ValueError(f"{value!r} is not a ratio of 1 or more; write a number like 1.2")
+    return float(value)
 
 
 def _device(value: object) -> str:
@@ -45,6 +53,11 @@ class MarkerArgument(NamedTuple):
     help: str
 
 
+_LIMITS: dict[Unit, tuple[Callable[[Any], float], str, str]] = {
+    "bytes": (_size, '"8 GB"', "A limit as a size with a unit."),
+    "ratio": (_factor, "1.2", "A limit as a number of 1 or more."),
+}
+"""For each unit of a metric with a limit, the function that reads a limit, an example and the help."""
 MARKER_ARGUMENTS = {
     "max_gb": MarkerArgument(
         "peak_allocated",
@@ -53,7 +66,7 @@ MARKER_ARGUMENTS = {
         "A limit as a number of GB (10⁹ bytes). Use either `max_gb` or `max_memory`.",
     ),
     **{
-        metric.budget: MarkerArgument(name, _size, '"8 GB"', "A limit as a size with a unit.")
+        metric.budget: MarkerArgument(name, *_LIMITS[metric.unit])
         for name, metric in METRICS.items()
         if metric.budget is not None
     },

@@ -289,6 +289,15 @@ OPTIONS = (
         details="The value is a number of seconds, or a duration such as `5 min`. See [ranks](../concepts/processes.md#ranks).",
     ),
     Option(
+        "processes",
+        kinds.FLAG,
+        "On a GPU: also measure other processes that a test or its fixtures start, such as servers.",
+        default="on",
+        details="`--no-gpumem-processes` sets no variables in the environment, and leaves these processes alone. Then their "
+        "baselines count as missing. `gpumem.launch` does not need the option. See "
+        "[servers and jobs](../guide/servers-and-launched-jobs.md).",
+    ),
+    Option(
         "pack",
         kinds.FLAG,
         "With pytest-xdist: run several tests on a GPU at the same time if their known peaks fit into its memory, the "

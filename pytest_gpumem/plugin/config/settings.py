@@ -85,6 +85,8 @@ class Settings:
     time: bool | None = None
     """True to time all steps, False to time no step. With ``None``, steps are timed if their times are compared, recorded
     or shown."""
+    processes: bool = True
+    """True to measure other processes that a test or its fixtures start."""
     pack: bool = False
     """True if several tests may use a GPU at the same time, as long as their known peaks fit into its memory."""
     explain: ExplainMode = DEFAULT_EXPLAIN

@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
+from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.judging.baselines.update import entries_to_write
 from pytest_gpumem.judging.gate.baseline import Baseline, baseline_of
 from pytest_gpumem.judging.gate.failing import failing_metrics
+from pytest_gpumem.measuring.explain.child_process import process_explanation, processes_again
 from pytest_gpumem.measuring.explain.recording import ExpectedFigures, gpu_that_ran_out, is_out_of_memory
+from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.reporting.reports.explanation import holder_lines, out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import reads_any
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pytest_gpumem.facts.metrics import Kind
     from pytest_gpumem.facts.values.composition import Explanation
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.explain.first_use import RetainedBlocks
     from pytest_gpumem.measuring.explain.recording import Subject
+    from pytest_gpumem.measuring.jobs.figures import ProcessFigures
     from pytest_gpumem.measuring.measure.context import MeasuringContext
     from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measuring.ranks.consensus import Alone
@@ -211,6 +215,60 @@ class Explainer:
             explanation = retained_blocks.extend_explanation(explanation)
         return self.with_packages(self.explained(judged, explanation, explain))
 
+    def explain_processes(
+        self,
+        judged: Sequence[JudgedMeasurement],
+        run_again: Callable[[], Sequence[ProcessFigures]],
+        *,
+        explain: bool | None = None,
+    ) -> list[JudgedMeasurement]:
+        """Run code a second time while its processes record their allocations, and explain the processes' peaks, if
+        `ExplainPolicy` asks for an explanation.
+
+        Args:
+            judged: The measurement of each process. Its name ends with the process's name.
+            run_again: Runs the code, and returns the figures of its processes with the recorded blocks.
+            explain: Whether to explain the peaks; ``None`` if the verdicts and the settings decide.
+
+        Returns:
+            The measurements, with explanations.
+        """
+        sites = self.context.sites
+        should_explain = any(map(self.policy.should_explain, judged)) if explain is None else explain
+        if sites is None or not should_explain:
+            return list(judged)
+        sites.packages.clear()
+        try:
+            with restored_random_numbers(self.context.device):
+                processes = {process.name: process for process in run_again()}
+        except RAISED_BY_A_STEP as error:
+            note = f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
+            return [result.with_notes([note]) for result in judged]
+        names = [result.measurement.name.rpartition(": ")[2] for result in judged]
+        again = processes_again(
+            {name: result.measurement.peak_allocated for name, result in zip(names, judged, strict=True)},
+            {name: process.peak_allocated for name, process in processes.items()},
+        )
+        return [
+            self._explain_process(result, processes.get(again.get(name, "")), explain)
+            for name, result in zip(names, judged, strict=True)
+        ]
+
+    def _explain_process(
+        self, judged: JudgedMeasurement, process: ProcessFigures | None, explain: bool | None
+    ) -> JudgedMeasurement:
+        assert self.context.sites is not None, "only called if steps are explained"
+        measurement = judged.measurement
+        gpus = measurement.by_device or (() if process is None else process.recorded)
+        gpu = self.policy.device_to_explain(judged) or next(iter(gpus), "")
+        if process is None or gpu not in process.recorded:
+            reason = "no such process ran again" if process is None else process.unrecorded or "it was not told in time"
+            return judged.with_notes([f"its allocations were not recorded, because {reason}"])
+        peak = measurement.by_device.get(gpu, {}).get("peak_allocated", measurement.peak_allocated)
+        recorded_peak = process.by_gpu[gpu]["peak_allocated"]
+        explanation = process_explanation(process.recorded[gpu], recorded_peak, peak, self.context.sites.site_of)
+        return self.with_packages(self.explained(judged, explanation, explain))
+
     def explained(
         self, judged: JudgedMeasurement, explanation: Explanation | str, explain: bool | None
     ) -> JudgedMeasurement:
@@ -244,12 +302,8 @@ class Explainer:
 
     def noted(self, judged: JudgedMeasurement, retained_blocks: RetainedBlocks | None) -> JudgedMeasurement:
         """Return the measurement with notes on the holders of retained tensors, if it has no explanation that shows them."""
-        measurement, holders = (
-            judged.measurement,
-            () if retained_blocks is None else retained_blocks.holders(is_once=True),
-        )
-        notes = (*measurement.notes, *holder_lines(holders, self.judging.settings.units))
-        return judged.explained(replace(measurement, notes=notes))
+        holders = () if retained_blocks is None else retained_blocks.holders(is_once=True)
+        return judged.with_notes(holder_lines(holders, self.judging.settings.units))
 
     def explain_out_of_memory(self, error: BaseException, subject: Callable[[Device], Subject]) -> None:
         """If ``error`` is an out-of-memory error, run the code again with a recording, and report the largest rows.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.base.errors import DeviceUnavailable, HookError, MeasuringError
-from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.facts.values.option_words import EMULATED
 from pytest_gpumem.judging.gate.verdict import WHY_FAILED
 from pytest_gpumem.measuring.explain.artifacts import Artifacts
@@ -19,6 +18,7 @@ from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
 from pytest_gpumem.plugin.runtest.explaining import Explainer, ExplainPolicy
+from pytest_gpumem.plugin.runtest.gpu_use import gpu_uses, report_full_gpu
 from pytest_gpumem.plugin.runtest.hook_results import environment_of
 from pytest_gpumem.plugin.runtest.judging import (
     Judging,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.registry import Devices
     from pytest_gpumem.plugin.config.selection import MeasuredTest
     from pytest_gpumem.plugin.config.settings import Settings
+    from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
     from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
     from pytest_gpumem.plugin.runtest.one_process import OneProcess
 
@@ -118,6 +119,7 @@ class Measuring:
     fixtures: FixtureSetup
     ranks: OneProcess
     unused: UnusedBaselines | None = None
+    processes: SessionProcesses | None = None
     _environments: dict[str, Environment] = field(default_factory=dict, init=False)
 
     # Set-up
@@ -148,6 +150,7 @@ class Measuring:
             if run is not None:
                 run.failed(error)
                 self._report_missing_values(item, run.device, error, "setup")
+                report_full_gpu(item, run.device, run.gpu_uses, error, "setup", self.settings.units)
             _record_end(item, measured, run, error, "setup")
             raise
 
@@ -156,7 +159,11 @@ class Measuring:
         device = self.devices.get(judging.measured.budget.device or settings.device)
         if device.lock is not None:
             device.lock.tell = self._tell_now
-        device.open()
+        try:
+            device.open()
+        except RuntimeError as error:
+            report_full_gpu(item, device, gpu_uses(device), error, "setup", settings.units)
+            raise
         for gpu in device.everywhere:
             gpu.consensus = self.ranks.consensus
         try:
@@ -174,7 +181,10 @@ class Measuring:
             # On an emulated GPU, the test's file may have read uncomputed values, even if the test runs on another device.
             lacks_values = device.lacks("values") is not None or settings.device.startswith(EMULATED)
             reads = partial(self.fixtures.shared.reads, item, device) if lacks_values else None
-            run = TestRun(judging, Explainer(policy, context, judging), context, ownership, environment, reads)
+            run = TestRun(
+                judging, Explainer(policy, context, judging), context, ownership, environment, self.processes, reads
+            )
+            run.gpu_uses = gpu_uses(device)
         except BaseException:
             device.close()
             raise
@@ -250,6 +260,7 @@ class Measuring:
         item = run.item
         run.failed(error, *later_errors)
         run.explain_call_out_of_memory(error)
+        report_full_gpu(item, run.device, run.gpu_uses, error, "call", self.settings.units)
         self._report_missing_values(item, run.device, error, "call")
         if run.judged:
             item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
@@ -317,6 +328,8 @@ class Measuring:
             self.fixtures.run.release()
             self.fixtures.run = None
         self.fixtures.close()
+        if self.processes is not None:
+            self.processes.close()
 
     def _environment(self, device: Device) -> Environment:
         if device.name not in self._environments:
@@ -343,11 +356,11 @@ def _call_measured(run: TestRun) -> Generator[None, object, object]:
     """Measure a test's call as a whole, and return the result of the call."""
     has_ended = False
     try:
-        with run.tracked() as figures:
+        with run.tracked() as keep:
             result = yield
             has_ended = True
         if not run.measures_itself and not run.has_failed_subtest and not unittest_errors(run.item):
-            run.keep(run.judge_figures(Workload("call"), figures()))
+            keep()
     except MeasuringError as error:
         if not has_ended:
             raise

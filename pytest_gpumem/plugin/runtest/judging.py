@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
-from pytest_gpumem.base.errors import BackendError, HookError, StoreError
-from pytest_gpumem.facts.metrics import METRICS, RealMetric, Tolerance
+from pytest_gpumem.base.errors import BackendError, HookError, MeasuringError, StoreError
+from pytest_gpumem.facts.metrics import METRICS, Tolerance
 from pytest_gpumem.facts.values.plain import to_plain
 from pytest_gpumem.facts.values.rank import rank_in
 from pytest_gpumem.judging.baselines.update import ACCEPTS
@@ -58,9 +58,7 @@ if TYPE_CHECKING:
 NOT_TIMED = (
     "it was not timed: its baseline has no time to compare with; --gpumem-update=new adds one, --gpumem-time shows it"
 )
-_TIMES = frozenset(
-    {*(name for name, metric in METRICS.items() if isinstance(metric, RealMetric)), "times", "costs", "roi"}
-)
+_TIMES = frozenset({*(name for name, metric in METRICS.items() if metric.is_timed), "times", "costs", "roi"})
 """The attributes and methods of a `Measurement` for times, or for values computed from times."""
 
 _SINCE = pytest.StashKey[SinceBaselines]()
@@ -99,7 +97,8 @@ def not_measured(measured: MeasuredTest, error: BaseException, when: FailedIn) -
     """Return the verdict on a test after it ended with ``error`` in the phase ``when``."""
     if isinstance(error, pytest.skip.Exception):
         return measured.not_measured(SKIPPED)
-    return measured.not_measured(WHY_FAILED[when], failed_by_itself=True)
+    why = str(error) if isinstance(error, MeasuringError) else WHY_FAILED[when]
+    return measured.not_measured(why, failed_by_itself=True)
 
 
 def unittest_errors(item: pytest.Item) -> list[BaseException]:
@@ -143,7 +142,7 @@ def record_verdict(item: pytest.Item, verdict: TestVerdict) -> None:
 
     - ``gpumem``: the verdict on the test as JSON, with the same keys as ``verdict`` in the JSON report. Only the largest
       rows of explanations are included.
-    - ``gpumem.<measurement>.<metric>``: a number, in bytes, calls, seconds or items/s. For example,
+    - ``gpumem.<measurement>.<metric>``: a number, in bytes, calls, seconds or items/s, or a ratio. For example,
       ``gpumem.train_step.peak_allocated`` is 303410. Invisible characters in the measurement's name are written as in Python.
 
     If the verdict fails the test, ``xfail``, ``--last-failed``, ``--maxfail`` and reruns treat this failure like an error
@@ -179,6 +178,10 @@ class JudgedMeasurement:
     def explained(self, measurement: Measurement) -> JudgedMeasurement:
         """Return this verdict with ``measurement``, the same measurement after it was explained."""
         return replace(self, verdict=replace(self.verdict, measurement=measurement))
+
+    def with_notes(self, notes: Sequence[str]) -> JudgedMeasurement:
+        """Return this verdict with further notes on the measurement."""
+        return self.explained(replace(self.measurement, notes=(*self.measurement.notes, *notes)))
 
     def with_changes(self) -> JudgedMeasurement:
         """Return this verdict with the changes since the baseline: rows of the peak, and operators behind larger counts."""

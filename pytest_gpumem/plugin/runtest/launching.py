@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import CannotRun, JobError
-from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.facts.measurement import Workload
-from pytest_gpumem.measuring.jobs.figures import job_figures, program_name
+from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
+from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
     from pytest_gpumem.plugin.runtest.run import TestRun
 
-_STEP, _PROCESS = "launch", "process"
+_STEP = "launch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Launched:
     """The result of `Gpumem.launch`."""
 
     measurement: Measurement
-    """The job's measurement. `peak_allocated` and `peak_reserved` are sums over the processes on a GPU, for the GPU with the
-    largest sum."""
+    """The job's measurement. `peak_allocated` and `peak_reserved` are sums over processes that ran on a GPU at the same
+    time, for the largest sum on any GPU. `imbalance` compares the ranks."""
     processes: Mapping[str, Measurement]
     """A measurement for each process with GPU memory, by the process's name: ``train.py rank 0``."""
     exit_status: int
@@ -52,11 +52,12 @@ def launch(
     env: Mapping[str, str] | None,
     cwd: str | os.PathLike[str] | None,
     name: str | None,
-) -> tuple[FinishedJob, dict[str, JudgedMeasurement]]:
+    explain: bool | None,
+) -> tuple[FinishedJob, JudgedMeasurement, dict[str, JudgedMeasurement]]:
     """Run a command and judge its figures.
 
     Returns:
-        The finished job, and the judged measurements by name: first the job's under the name ``""``, then one for each process.
+        The finished job, its judged measurement, and the judged measurement of each process by name.
 
     Raises:
         CannotRun: The device cannot measure other processes.
@@ -70,19 +71,30 @@ def launch(
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")
     run.device.quiesce()
-    job = run_job(words, {**os.environ, **(env or {})}, Path.cwd() if cwd is None else Path(cwd), timeout)
-    if job.status:
-        raise JobError(failure(words, job))
-    figures = job_figures(job.usages, run.device.torch_device.type)
-    check_job(words, job, figures, ranks)
-    whole = run.judge_job(Workload(_STEP), figures.by_gpu, figures.notes, name)
-    of_processes = {
-        process.name: run.judge_job(
-            Workload(_PROCESS), process.by_gpu, process.notes, f"{whole.measurement.name}: {process.name}"
-        )
-        for process in figures.processes
-    }
-    return job, {"": whole, **of_processes}
+    process_bytes = ProcessBytes(run.device.everywhere)
+    environment, folder = {**os.environ, **(env or {})}, Path.cwd() if cwd is None else Path(cwd)
+
+    def run_once(*, record: bool) -> tuple[FinishedJob, JobFigures]:
+        job = run_job(words, environment, folder, timeout, process_bytes.look, record=record)
+        if job.status:
+            raise JobError(failure(words, job))
+        figures = job_figures(job.usages, run.device.torch_device.type)
+        check_job(words, job, figures, ranks)
+        return job, figures
+
+    job, figures = run_once(record=False)
+    run.lost = run.lost or invalid_figures(job.usages)
+    judged_job = run.judge_job(Workload(_STEP), figures, name)
+    of_processes = run.explainer.explain_processes(
+        run.judge_processes(figures.processes, judged_job.measurement.name),
+        lambda: run_once(record=True)[1].processes,
+        explain=explain,
+    )
+    by_name = {process.name: judged for process, judged in zip(figures.processes, of_processes, strict=True)}
+    if process_bytes.is_read:
+        for process_name, nbytes in beside_torch(figures.processes, process_bytes.by_pid).items():
+            run.jobs_beside_torch[by_name[process_name].measurement.name] = nbytes
+    return job, judged_job, by_name
 
 
 def _checked(command: Any) -> list[str]:
@@ -111,15 +123,7 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
         )
     killed = [usage for usage in job.usages if usage.ended is None]
     if killed:
-        peak = max((device.allocated for device in killed[0].devices), default=0)
-        known = (
-            f". Its peak was at least {format_bytes(peak)}, and may have been larger"
-            if peak
-            else ", so its peak is not known"
-        )
-        raise JobError(
-            f"`{shown}`: {program_name(killed[0].process.command)} was killed before it could report its memory{known}"
-        )
+        raise JobError(f"`{shown}`: {program_name(killed[0].process.command)} {killed_text(killed[0])}")
     if any(usage.without_statistics for usage in job.usages):
         raise JobError(
             f"a process of `{shown}` replaced torch's allocator by one without statistics, so its memory is unknown"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,13 @@ from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, Workload,
 from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
+from pytest_gpumem.measuring.jobs.figures import ALL, JobFigures
+from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
+from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes
 from pytest_gpumem.plugin.runtest.explaining import call_again
+from pytest_gpumem.plugin.runtest.gpu_use import at_end
 from pytest_gpumem.plugin.runtest.judging import NOT_TIMED
 from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, reachable_tensors
@@ -24,20 +28,27 @@ from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from pytest_gpumem.facts.measurement import Environment
+    from pytest_gpumem.facts.values.gpu_use import GpuUse
     from pytest_gpumem.facts.values.option_words import Routing
     from pytest_gpumem.facts.values.unknown_reads import UnknownReads
     from pytest_gpumem.judging.gate.verdict import TestVerdict
     from pytest_gpumem.measuring.devices.contract import BlockIds, Device
     from pytest_gpumem.measuring.explain.first_use import RetainedBlocks
     from pytest_gpumem.measuring.explain.owners import TensorOwners
+    from pytest_gpumem.measuring.jobs.figures import ProcessFigures
     from pytest_gpumem.measuring.measure.context import MeasuringContext
     from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measuring.measure.reading import ByDevice
+    from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
     from pytest_gpumem.plugin.runtest.explaining import Explainer
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
     from pytest_gpumem.plugin.runtest.ownership import Ownership
+
+
+_CALL, _PROCESS, _PROCESSES = "call", "process", "processes"
 
 
 @dataclass(eq=False, repr=False)
@@ -58,6 +69,8 @@ class TestRun:
     context: MeasuringContext
     _ownership: Ownership
     _environment: Environment
+    processes: SessionProcesses | None = None
+    """The processes that the session starts; ``None`` to leave them alone."""
     _reads: Callable[[], UnknownReads] | None = None
     """Returns the uncomputed values read so far by the test and its fixtures; ``None`` if all values are computed."""
     judged: list[JudgedMeasurement] = field(default_factory=list)
@@ -68,6 +81,10 @@ class TestRun:
     """The reason why the test's figures are not valid, as a clause."""
     is_called: bool = False
     """True during the test's call."""
+    gpu_uses: tuple[GpuUse, ...] = ()
+    """The memory outside this process's allocator before the test's set-up."""
+    jobs_beside_torch: dict[str, int | None] = field(default_factory=dict)
+    """`TestVerdict.jobs_beside_torch` so far."""
     has_failed_subtest: bool = False
     """True if a subtest failed, so the test may have skipped some measurements."""
     _errors: list[BaseException] = field(default_factory=list)
@@ -105,7 +122,8 @@ class TestRun:
             judged = [judged_measurement.with_changes() for judged_measurement in self.judged]
             verdict = self.judging.verdict(judged, self.relations)
         missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
-        return replace(verdict, missing=missing)
+        verdict = replace(verdict, missing=missing, jobs_beside_torch=dict(self.jobs_beside_torch))
+        return replace(verdict, gpu_uses=at_end(self.device, self.gpu_uses)) if self.gpu_uses else verdict
 
     def refused(self, why: str) -> TestVerdict:
         """Return the verdict on a test if it cannot be measured. ``why`` is the reason, as a clause."""
@@ -206,14 +224,17 @@ class TestRun:
             self._nested = self._nested if self._under_way else None
 
     @contextmanager
-    def tracked(self) -> Iterator[Callable[[], ByDevice]]:
-        """Measure the test's call, which runs in the ``with`` block. Yield a function that returns the figures after the
-        block.
+    def tracked(self) -> Iterator[Callable[[], Measurement]]:
+        """Measure the test's call, which runs in the ``with`` block. Yield a function that judges the figures after the block,
+        and adds them to the test.
 
         The block begins right after `begin_call`, and the figures use the readings from this method.
         """
-        with read_once(self.device, self.other_bytes, self._own_bytes, self._at_call) as figures:
-            yield figures
+        with (
+            self.processes_window() as window,
+            read_once(self.device, self.other_bytes, self._own_bytes, self._at_call) as figures,
+        ):
+            yield lambda: self._keep_once(figures(), window, partial(self.judge_figures, Workload(_CALL)))
             if self._made_by_call is not None:
                 self._made_by_call.record()
 
@@ -225,10 +246,85 @@ class TestRun:
         """
         self.device.settle()
         new_tensors = self._tensors_made()
-        with read_once(self.device, self.other_bytes, self._own_bytes) as figures:
-            yield lambda: self.keep(self._judged_region(figures(), name, new_tensors))
+        judge = partial(self._judged_region, name=name, new_tensors=new_tensors)
+        with self.processes_window() as window, read_once(self.device, self.other_bytes, self._own_bytes) as figures:
+            yield lambda: self._keep_once(figures(), window, judge)
             if new_tensors is not None:
                 new_tensors.record()
+
+    def processes_window(self) -> AbstractContextManager[Window]:
+        """Return a context that reads the figures of the processes that the session starts."""
+        return nullcontext(Window()) if self.processes is None else self.processes.window()
+
+    def _keep_once(
+        self, figures: ByDevice, window: Window, judge: Callable[[ByDevice], JudgedMeasurement]
+    ) -> Measurement:
+        """Add the measurements of code that ran once."""
+        own_peaks = {gpu: memory.own_peak for gpu, memory in figures.items()}
+        return self.keep_with_processes(judge(figures), own_peaks, window)
+
+    def keep_with_processes(self, own: JudgedMeasurement, own_peaks: Mapping[str, int], window: Window) -> Measurement:
+        """Add the measurements of the test's own process, and of other processes that it used.
+
+        If only other processes used a GPU, the own process has no measurement.
+
+        Args:
+            own: The own process's measurement with its verdict.
+            own_peaks: The own process's peak in the window in bytes, by GPU: ``{"cuda:0": 4096}``.
+            window: The other processes.
+
+        Returns:
+            The measurement of the own process, or of all processes together.
+
+        Raises:
+            MeasuringError: The memory of another process is not known. If the own process used memory, its measurement is
+                added before.
+        """
+        notes = notes_on_processes(window.usage, self.device)
+        has_own = own.measurement.peak_allocated > 0
+        try:
+            job = figures_of_processes(window.usage, self.device, own_peaks)
+        except MeasuringError:
+            if has_own:
+                self.keep(own.with_notes(notes))
+            raise
+        if job.processes:
+            name = without_rank(own.measurement.name)
+            processes = self.judge_processes(job.processes, name)
+            judged_job = self.judge_job(Workload(_PROCESSES), job, f"{name}: {ALL}").with_notes(notes)
+            *_, measurement_of_all = [self.keep(part) for part in (*([own] if has_own else []), *processes, judged_job)]
+            return own.measurement if has_own else measurement_of_all
+        measurement = self.keep(own.with_notes(notes))
+        if self.lost is not None:
+            # A process that does not report may be the reason.
+            self.lost = "; ".join((self.lost, *notes))
+        return measurement
+
+    def keep_script(self, figures: ByDevice, window: Window) -> Measurement | None:
+        """Add the measurements of a script without steps, if other processes used a GPU.
+
+        Args:
+            figures: The script's own figures from its start to its end.
+            window: The other processes in this time.
+
+        Returns:
+            The measurement of the own process, or of all processes together. ``None`` if no other process used a GPU.
+
+        Raises:
+            MeasuringError: The memory of another process is not known.
+        """
+        own_peaks = {gpu: memory.own_peak for gpu, memory in figures.items()}
+        if not figures_of_processes(window.usage, self.device, own_peaks).processes:
+            return None
+        by_gpu = {gpu: {"peak_allocated": peak} for gpu, peak in own_peaks.items()}
+        notes = (*notes_on_missing(figures.values()), "no step was seen, so the whole script is measured")
+        return self.keep_with_processes(
+            self.judge_job(Workload("script"), JobFigures(by_gpu, (), notes), None), own_peaks, window
+        )
+
+    def judge_processes(self, processes: Sequence[ProcessFigures], name: str) -> list[JudgedMeasurement]:
+        """Judge the figures of each process in a job. ``name`` is the job's name."""
+        return [self.judge_job(Workload(_PROCESS), process, f"{name}: {process.name}") for process in processes]
 
     def _tensors_made(self) -> NewTensors | None:
         """Begin to collect new tensors, in which holders are searched later.
@@ -324,11 +420,18 @@ class TestRun:
         return self.judging.judge(measurement)
 
     def judge_job(
-        self, workload: Workload, by_gpu: Mapping[str, Mapping[str, int]], notes: Sequence[str], name: str | None
+        self, workload: Workload, figures: JobFigures | ProcessFigures, name: str | None
     ) -> JudgedMeasurement:
-        """Judge the figures of a job or of one of its processes, whose metrics are given by GPU."""
-        by_device = by_gpu if len(by_gpu) > 1 else {}
-        measurement = self._new_measurement(workload, largest_of(by_gpu.values()), name, notes, by_device=by_device)
+        """Judge the figures of a job or of one of its processes."""
+        imbalance = {} if figures.imbalance is None else {"imbalance": figures.imbalance}
+        measurement = self._new_measurement(
+            workload,
+            {**largest_of(figures.by_gpu.values()), **imbalance},
+            name,
+            figures.notes,
+            gained_before=figures.gained_before,
+            by_device=figures.by_gpu if len(figures.by_gpu) > 1 else {},
+        )
         return self.judging.judge(measurement)
 
     def _by_device(self, metrics: Mapping[str, Mapping[str, int]]) -> Mapping[str, Mapping[str, int]]:
@@ -395,7 +498,9 @@ class TestRun:
             raise ValueError(
                 f"the store uses the name {name!r} for the measurement {without_rank(name)!r} of a rank; give it another name"
             )
-        name = name or _numbered(workload.step, taken)
+        # If only other processes used a GPU, a region has no measurement, and theirs begin with its name.
+        regions = {name_taken.partition(": ")[0] for name_taken in taken}
+        name = name or _numbered(workload.step, taken | regions)
         self._check_parts({*taken, name})
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
@@ -421,9 +526,24 @@ class TestRun:
         """Run the call of a test without the fixture again with a recording, and explain its peak, if `ExplainPolicy` asks
         for an explanation.
         """
-        if not self.measures_itself:
+        if not self.measures_itself and self.judged[0].measurement.workload.step == _CALL:
             retained = partial(self._retained_blocks, self._made_by_call)
-            self.judged[-1] = self.explainer.explain_once(self.judged[-1], self._call_subject, retained=retained)
+            self.judged[0] = self.explainer.explain_once(self.judged[0], self._call_subject, retained=retained)
+        at = [index for index, judged in enumerate(self.judged) if judged.measurement.workload.step == _PROCESS]
+        if not self.measures_itself and at:
+            explained = self.explainer.explain_processes([self.judged[index] for index in at], self._recorded_processes)
+            for index, judged in zip(at, explained, strict=True):
+                self.judged[index] = judged
+
+    def _recorded_processes(self) -> Sequence[ProcessFigures]:
+        """Run the test's call again while its processes record their allocations."""
+        assert self.processes is not None, "only called if there are processes"
+        subject = self._call_subject(self.device)
+        subject.prepare()
+        with self.processes.window(record=True) as window:
+            call_again(self.item)
+        own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
+        return figures_of_processes(window.usage, self.device, own_peaks).processes
 
     def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
         """Return the tensors that a call or a region retained on a device.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,22 +15,30 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import nearest
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.explain.recording import is_out_of_memory
+from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.loop import EndOfLoop, Loop
 from pytest_gpumem.measuring.measure.looped import FEWEST_STEPS, FirstStep, PreparedLoop
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measuring.steps.batches import number_of_steps, work_of_items
+from pytest_gpumem.plugin.runtest.child_processes import notes_on_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from pytest_gpumem.facts.measurement import Measurement
+    from pytest_gpumem.measuring.measure.reading import ByDevice
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
     from pytest_gpumem.plugin.runtest.run import TestRun
 
 
 _LEAST = (
     f"a loop's memory is read from at least {FEWEST_STEPS} steps. The loop itself runs in the `with` block: "
+    "`with gpumem.loop() as training:`"
+)
+_NO_STEP = "no step was seen: a step ends with optimizer.step() of a torch optimizer, and no optimizer stepped"
+_NO_OPTIMIZER = (
+    "In a loop without a torch optimizer, call training.step_ended() at the end of each step, after "
     "`with gpumem.loop() as training:`"
 )
 NOT_ITERABLE = (
@@ -43,13 +51,32 @@ class MeasuredLoop:
     """The object that ``with gpumem.loop() as training:`` yields."""
 
     def __init__(
-        self, run: TestRun, steps: int, name: str | None, items: float | None, *, explain: bool | None
+        self,
+        run: TestRun,
+        steps: int,
+        name: str | None = None,
+        items: float | None = None,
+        *,
+        explain: bool | None = None,
+        is_script: bool = False,
     ) -> None:
+        """Prepare to measure a loop.
+
+        Args:
+            run: The run of the test.
+            steps: The number of steps for the memory figures.
+            name: The measurement's name; by default ``loop``.
+            items: The number of items in a step.
+            explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
+            is_script: Whether the loop is a whole script. If a script makes no step, but other processes use a GPU, the script
+                is measured from its start to its end under the name ``script``.
+        """
         self._run = run
         self._steps = number_of_steps(steps, FEWEST_STEPS, _LEAST)
         self._name = name
         self._items = items
         self._explain = explain
+        self._is_script = is_script
         self._loop = Loop(self._measure)
         self._boundaries = StepBoundaries(self._optimizer_stepped)
         self._ends_steps_itself = False
@@ -59,6 +86,13 @@ class MeasuredLoop:
         self._measurement: Measurement | None = None
         self._other_blocks: frozenset[int] = frozenset()
         self._first: FirstStep | None = None
+        self._processes = ExitStack()
+        """Closed when the memory of the loop's steps has been measured. Then the window ends."""
+        self._window: Window | None = None
+        self._own_peaks: Mapping[str, int] = {}
+        """The highest peak of the test's own process in any step for memory figures, by GPU."""
+        self._script_figures: ByDevice | None = None
+        """The figures of a script without steps."""
 
     @property
     def measurement(self) -> Measurement:
@@ -103,6 +137,7 @@ class MeasuredLoop:
     def within(self) -> Iterator[None]:
         """Measure the steps of the loop in the ``with`` block, and end the block when all steps have been measured."""
         self._other_blocks = self._run.other_blocks()
+        self._window = self._processes.enter_context(self._run.processes_window())
         self._first = FirstStep(self._run.device, self._run.other_bytes)
         try:
             with self._boundaries.watched():
@@ -115,24 +150,47 @@ class MeasuredLoop:
             # Raise the loop's own error below, so the test fails with it. First store what was measured up to the error.
             with suppress(Exception):
                 self._loop.end(counting_error)
-            self._keep()
-            if counting_error is None or self._measurement is None:
+            if counting_error is None or self._judged is None:
+                self._keep_before(error)
                 raise
         finally:
-            self._first.forget()
+            self._end_window()
         self._loop.end()
         self._keep()
-        if self._judged is None:
+        if self._measurement is None:
             if self._boundaries.has_stepped_in_other_thread:
                 raise MeasuringError(
                     "no step was seen: an optimizer stepped in another thread, and only steps in the test's own thread are "
                     "seen; run the loop in the test's thread"
                 )
-            raise MeasuringError(
-                "no step was seen: a step ends with optimizer.step() of a torch optimizer, and no optimizer stepped. In a loop "
-                "without a torch optimizer, call training.step_ended() at the end of each step, after "
-                "`with gpumem.loop() as training:`"
-            )
+            if not self._is_script:
+                raise MeasuringError(f"{_NO_STEP}. {_NO_OPTIMIZER}")
+            notes = notes_on_processes(self._window.usage, self._run.device)
+            raise MeasuringError("; ".join((f"{_NO_STEP}, and no process that reports used a GPU", *notes)))
+
+    def _end_window(self) -> None:
+        """End the window of other processes, if it has not ended. Read the figures of a script without steps."""
+        assert self._first is not None, "the first step has begun"
+        try:
+            if self._is_script and not self._loop.has_begun and self._script_figures is None:
+                self._script_figures = self._first.figures()
+        finally:
+            self._first.forget()
+            self._processes.close()
+
+    def _keep_before(self, error: BaseException) -> None:
+        """Store what was measured before an error ended the loop."""
+        if isinstance(error, KeyboardInterrupt):
+            self._processes.__exit__(type(error), error, None)  # do not wait for answers
+            self._window = Window()
+        else:
+            with suppress(MeasuringError):
+                self._end_window()
+        try:
+            self._keep()
+        except MeasuringError as unknown:
+            # For example, the loop failed because the system killed a process without free memory.
+            self._run.item.add_report_section("call", "gpumem processes", str(unknown))
 
     def _ran_out_by_counting(self, error: BaseException) -> bool:
         """Return whether memory ran out in the step whose operators are counted. Counting makes this step need more memory
@@ -162,16 +220,23 @@ class MeasuredLoop:
             steps=self._steps,
             first_figures=self._first.figures(),
             optimizers=self._boundaries.optimizers,
+            memory_measured=self._processes.close,
             other_blocks=self._other_blocks,
         )
         step = self._run.measure(prepared)
+        self._own_peaks = {
+            gpu: max(figures.own_peak for figures in on_device.runs) for gpu, on_device in step.figures.devices.items()
+        }
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
-        """Add the measurement to the test, and release the references to the optimizers, so the test can free them."""
+        """Add the measurements to the test, and release the references to the optimizers, so the test can free them."""
+        assert self._window is not None, "the loop has begun"
         self._boundaries.optimizers.clear()
-        if self._judged is not None and self._measurement is None:
-            self._measurement = self._run.keep(self._judged)
+        if self._judged is not None:
+            self._measurement = self._run.keep_with_processes(self._judged, self._own_peaks, self._window)
+        elif self._script_figures is not None:
+            self._measurement = self._run.keep_script(self._script_figures, self._window)
 
 
 _BASES = {

@@ -466,6 +466,7 @@ class GpumemSession:
         """
         from pytest_gpumem.base.errors import BackendError, HookError, StoreError
         from pytest_gpumem.measuring.devices.registry import Devices
+        from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
         from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
         from pytest_gpumem.plugin.runtest.hooks import Measuring
 
@@ -473,7 +474,15 @@ class GpumemSession:
         fixtures = FixtureSetup(devices, self.settings.device, measured)
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
         measuring = Measuring(
-            self._config, self.settings, devices, self.store(), measured, fixtures, self._ranks, unused
+            self._config,
+            self.settings,
+            devices,
+            self.store(),
+            measured,
+            fixtures,
+            self._ranks,
+            unused,
+            SessionProcesses() if self.settings.processes else None,
         )
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_ratio
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.changed_code.marks import with_changed_code
 from pytest_gpumem.judging.gate.baseline import Key
 from pytest_gpumem.judging.gate.speed import OUTCOMES
@@ -237,8 +237,8 @@ def _speed(series: _Series, tolerance: float) -> ComparedChange | None:
 
 
 def _exact_changes(series: _Series, tolerances: Mapping[str, Tolerance]) -> tuple[ComparedChange, ...]:
-    """Return the changes in bytes and counts. If the runs of base or head differ, the `closest` values are compared."""
-    metrics = [name for name, metric in METRICS.items() if metric.unit in WHOLE]
+    """Return the changes in bytes, counts and ratios. If the runs of base or head differ, the `closest` values are compared."""
+    metrics = [name for name, metric in METRICS.items() if not metric.is_timed]
     values = {name: closest(*sides) for name in metrics if all(sides := series.values(name).values())}
     # Times are left out here, because `_speed` judges times.
     base, head = (
@@ -256,7 +256,7 @@ def _notes(series: _Series) -> Iterator[str]:
     some runs did not take the measurement, a note says how many did.
     """
     for name, metric in METRICS.items():
-        sides = series.values(name) if metric.unit in WHOLE else {}
+        sides = {} if metric.is_timed else series.values(name)
         measured = [side for side, values in sides.items() if values]
         if len(measured) == 1:
             yield f"{metric.title} in {measured[0]} only"
@@ -270,7 +270,7 @@ def _notes(series: _Series) -> Iterator[str]:
 
 def _spread(metric: str, values: Sequence[float]) -> str:
     least, most = (shown(metric, value, "si") for value in (min(values), max(values)))
-    return f"{least} to {most}" if least != most else f"by {max(values) - min(values):.0f}"
+    return f"{least} to {most}" if least != most else f"by {max(values) - min(values):.12g}"
 
 
 def closest(base: Sequence[float], head: Sequence[float]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import GitError, InstallationError, NothingToSearch, RunFailed
 from pytest_gpumem.base.units import counted
-from pytest_gpumem.facts.metrics import METRICS, WHOLE
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES, Settings
 from pytest_gpumem.reporting.reports.values import shown
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 STEP_TIME = "step_time"
 JUDGED_METRICS = (
-    *(name for name, metric in METRICS.items() if metric.tolerance is not None and metric.unit in WHOLE),
+    *(name for name, metric in METRICS.items() if metric.tolerance is not None and not metric.is_timed),
     STEP_TIME,
 )
 """The metrics by which a candidate can be judged."""

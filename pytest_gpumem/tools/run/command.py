@@ -91,7 +91,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     The unchanged SCRIPT runs in this process, as `python SCRIPT ARGUMENTS` would run it. A training step ends when the
     script calls `step()` on the first optimizer that it made. After enough steps, the command ends the script by an
     exception, so `finally` and `with` blocks in the script still run. Verdicts, baselines, reports and settings work as for
-    a test with the id `SCRIPT::run`.
+    a test with the id `SCRIPT::run`. The report also has processes started by the script.
 
     The script must move its model to the GPU itself. --gpumem-device names the device to measure. This command's options may
     follow SCRIPT. The script gets options that this command does not know, and everything after `--`.
@@ -122,11 +122,31 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     - `sys.exit()` ends the script normally. If the script ends with an exit status other than 0 or with an exception, the run
       fails with the script's own traceback. The measurements so far are shown.
     - `os._exit(0)` and `os.exec*` fail the run, because they would end the process before the measurement is complete.
-    - The script may change `sys.argv`. If the script forks, the child process runs the script's code to its end, and is not
-      measured.
-    - Only this process is measured. Processes that the script starts (`torchrun`, `DataLoader` workers) are not measured.
+    - The script may change `sys.argv`. If the script forks, the child process runs the script's code to its end.
     - If memory runs out, the peak's composition is not recorded, because the step cannot run again. `gpumem fit` names the
       line at which memory ran out.
+
+    ## Processes started by the script
+
+    Each process with torch that inherits the environment reports its GPU memory. Examples are processes from `subprocess`,
+    `torch.multiprocessing.spawn` and `torchrun`. A process counts from the script's start to the end of step `--steps`, or to
+    the script's end if the script makes fewer steps.
+
+    - The report has the measurement `loop: all processes`, and a measurement for each process on a GPU, such as
+      `loop: train.py rank 0`. The names are those of [`gpumem.launch`](fixture.md#gpumemlaunch). Budgets and baselines apply
+      to each measurement.
+    - The figure for all processes is the sum of their peaks on a GPU, including the script's own peak. Two processes are
+      added only if they ran at the same time. The sum is an upper bound, because the peaks may be at different times.
+    - If the script makes no step itself, as with `torch.multiprocessing.spawn`, the names begin with `script`, for example
+      `script: all processes`. The script's own process has a measurement only if it used the GPU.
+    - `--steps` ends only the script. Other processes run to their own end, so let them train for few steps.
+    - The run fails if a process is killed by SIGKILL, or does not answer within 10 seconds. The message and the JSON report
+      have the reason, and a lower bound for a killed process's peak.
+    - A note names a running process with torch or CUDA and without a report: `not seen`. Only Linux shows such processes.
+    - On a CPU, other processes are not measured. A note names each process that loads torch: `not counted`. `DataLoader`
+      workers count only if they use a GPU.
+    - To measure the steps of each rank, start this command by torchrun:
+      `torchrun --nproc-per-node=2 --no-python gpumem run train.py`.
     """
     for word in arguments:
         _check_option(word)
@@ -136,8 +156,8 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     repeat = Command(("gpumem", "run", os.path.relpath(path), *own_options), ("--", *arguments) if arguments else ())
     session = ScriptSession(Script(path, arguments, steps, name, repeat))
     status = run_pytest([str(path), "-s", "-rs", "-p", "no:warnings", *typed_options], session)
-    # pytest exits with 0 after a skipped test. For this command, an unmeasured script is a failure.
-    status = 1 if session.skipped and status == 0 else _STATUS.get(status, status)
+    # pytest exits with 0 after a skipped or unmeasured test. For this command, an unmeasured script is a failure.
+    status = 1 if session.unmeasured and status == 0 else _STATUS.get(status, status)
     session.has_ended(passed=status == 0)
     sys.exit(status)
 

@@ -5,6 +5,7 @@ For example, ``gpumem run train.py --epochs 1`` measures the steps of ``train.py
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
@@ -19,10 +20,11 @@ from pytest_gpumem.base.errors import MeasuringError, ScriptFailed
 from pytest_gpumem.measuring.measure.loop import EndOfLoop
 from pytest_gpumem.plugin.config.command_line import COMMAND, Command
 from pytest_gpumem.plugin.config.options import FIXTURE
-from pytest_gpumem.plugin.fixture import Gpumem
 from pytest_gpumem.plugin.runtest.hooks import refuse, run_of
+from pytest_gpumem.plugin.runtest.stepping import MeasuredLoop
 from pytest_gpumem.plugin.session import SESSION
 from pytest_gpumem.plugin.session.exit_status import EndOfProcess, is_lost
+from pytest_gpumem.reporting.reports.results import PROPERTY
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
@@ -70,8 +72,8 @@ class ScriptSession:
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self.skipped = False
-        """True if the script did not run, because this machine does not have its device."""
+        self.unmeasured = False
+        """True if nothing was measured, for example because this machine does not have the script's device."""
         self._end: EndOfProcess | None = None
         self._has_ended = False
 
@@ -113,7 +115,9 @@ class ScriptSession:
         return ScriptFile.from_parent(parent, path=path, script=self._script)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.skipped = self.skipped or report.skipped
+        verdict = dict(report.user_properties).get(PROPERTY)
+        has_figures = verdict is None or json.loads(str(verdict))["unmeasured"] is None
+        self.unmeasured = self.unmeasured or report.skipped or not has_figures
 
 
 class ScriptFile(pytest.File):
@@ -138,9 +142,10 @@ class ScriptItem(pytest.Item):
         self.stash[COMMAND] = script.command
 
     def runtest(self) -> None:
-        script = self._script
-        gpumem = Gpumem(run_of(self), lambda why: refuse(self, why))
-        with gpumem.loop(script.steps):
+        script, run = self._script, run_of(self)
+        if run is None:
+            refuse(self)
+        with run.alone("loop"), MeasuredLoop(run, script.steps, is_script=True).within():
             run_script(script.path, script.arguments)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:

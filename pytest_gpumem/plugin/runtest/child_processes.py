@@ -1,0 +1,121 @@
+"""Measure the processes that a test, its fixtures or its session started, as part of a test's call or region."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.emulating.emulated_process.usage import among_all
+from pytest_gpumem.facts.values.option_words import NOT_SEEN
+from pytest_gpumem.measuring.jobs.figures import (
+    JobFigures,
+    OwnPeak,
+    invalid_figures,
+    is_active,
+    job_figures,
+    killed_text,
+)
+from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, command_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
+    from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
+
+
+class SessionProcesses:
+    """The processes that this session starts. While the session measures, environment variables let them report.
+
+    `close` restores the environment.
+    """
+
+    def __init__(self) -> None:
+        self._windows = ProcessWindows()
+        self._variables = self._windows.variables(os.environ)
+        self._previous = {name: os.environ.get(name) for name in self._variables}
+        os.environ.update(self._variables)
+        # torch.compile's worker processes get `sys.path`, but not the variable PYTHONPATH.
+        self._extends_path = str(STARTUP) not in sys.path
+        if self._extends_path:
+            sys.path.insert(0, str(STARTUP))
+
+    def close(self) -> None:
+        """Restore the environment, except variables that tests have changed. Processes that still run are left alone."""
+        self._windows.close()
+        for name, value in self._previous.items():
+            if os.environ.get(name) == self._variables[name]:
+                del os.environ[name]
+                os.environ.update({} if value is None else {name: value})
+        if self._extends_path and str(STARTUP) in sys.path:
+            sys.path.remove(str(STARTUP))
+
+    def window(self, *, record: bool = False) -> AbstractContextManager[Window]:
+        """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
+        return self._windows.window(record=record)
+
+
+def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping[str, int]) -> JobFigures:
+    """Return the figures of all processes in a window. They are empty if no process used a GPU.
+
+    Args:
+        window: The processes in the test's call or region.
+        device: The test's device.
+        own_peaks: The peak of the test's own process in bytes, by GPU: ``{"cuda:0": 4096}``.
+
+    Raises:
+        MeasuringError: The memory of a process that the test used is not known.
+    """
+    if device.lacks("processes") is not None:
+        return JobFigures({}, ())
+    _check(window)
+    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+    own = {
+        among_all(on_device.torch_device.index or 0, visible): OwnPeak(gpu, own_peaks[gpu])
+        for on_device in device.everywhere
+        if (gpu := str(on_device.torch_device)) in own_peaks
+    }
+    return job_figures(map(_without_own_rank, window.usages), device.torch_device.type, own)
+
+
+def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
+    """Remove the rank that a process inherits from the test's own process, because names of measurements have it already."""
+    is_inherited = str(usage.process.rank) == os.environ.get("RANK")
+    return replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
+
+
+def _check(window: WindowUsage) -> None:
+    for usage in window.silent:
+        raise MeasuringError(
+            f"`{command_text(usage)}` did not report its GPU memory within {ANSWER_SECONDS:g} seconds, so its memory is not "
+            "known. It is stopped, or in a long call that keeps Python's lock"
+        )
+    for usage in window.killed:
+        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; end it by terminate() and not by kill()")
+    for usage in filter(is_active, window.usages):
+        if usage.without_statistics:
+            raise MeasuringError(
+                f"`{command_text(usage)}` replaced torch's allocator by one without statistics, so its memory is not known"
+            )
+    invalid = invalid_figures(filter(is_active, window.usages))
+    if invalid is not None:
+        raise MeasuringError(invalid)
+
+
+def notes_on_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
+    """Return a note for each process whose memory does not count."""
+    lacking = device.lacks("processes")
+    return (
+        *(f"{NOT_SEEN}: `{command}` loads torch or CUDA, and does not report its memory" for command in window.unseen),
+        *(
+            f"not counted: `{command}` loads torch, and {lacking}"
+            for command in (window.importing if lacking is not None else ())
+        ),
+    )

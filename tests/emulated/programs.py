@@ -1,0 +1,204 @@
+"""Programs with processes that use an emulated GPU."""
+
+from __future__ import annotations
+
+JOB = '''
+import asyncio
+import concurrent.futures
+import multiprocessing
+import os
+import subprocess
+import sys
+
+# Without the stand-ins of the emulated GPU, torch's build for CUDA cannot be imported; its library can be mapped.
+LOADS_TORCH = """
+import importlib.util, mmap, pathlib, time
+library = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
+file = library.open("rb")
+mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+time.sleep(1)
+"""
+# The program goes on after a failed exec, takes more, and is killed before it could report that.
+FAILS_TO_EXEC = """
+import contextlib, job, os
+job.work()
+with contextlib.suppress(OSError):
+    os.execv("/none", ["none"])
+job.work(1)
+os.kill(os.getpid(), 9)
+"""
+GROWN = int(os.environ.get("GROWN", "1")) + (os.environ.get("RANK") == os.environ.get("LARGEST_RANK", ""))
+
+
+def work(number=0):
+    """Take 4 MB, or more for a grown job or the largest rank, and print the peak as a program does."""
+    import torch
+
+    torch.ones((GROWN + number) << 20, device="cuda")
+    print(f"PEAK {torch.cuda.max_memory_allocated()}\\n", end="", flush=True)
+
+
+def python(*words, **more):
+    subprocess.run([sys.executable, *words], check=True, **more)
+
+
+def by_multiprocessing(method):
+    context = multiprocessing.get_context(method)
+    processes = [context.Process(target=work, args=(number,)) for number in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
+def by_executor():
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        executor.submit(work).result()
+
+
+def by_torch():
+    import torch.multiprocessing
+
+    torch.multiprocessing.spawn(work, nprocs=2)
+
+
+def by_fork():
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def by_pool():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        pool.apply(work)
+
+
+async def by_asyncio():
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, "script")
+    await process.wait()
+
+
+WAYS = {
+    "script": work,
+    "child": lambda: python(__file__, "script"),
+    "grandchild": lambda: python(__file__, "child"),
+    "shell": lambda: subprocess.run(f"{sys.executable} {__file__} script", shell=True, check=True),
+    "module": lambda: python("-m", "job", "script"),
+    "code": lambda: python("-c", "import job; job.work()"),
+    "thread of a pool": lambda: concurrent.futures.ThreadPoolExecutor().submit(python, __file__, "script").result(),
+    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, [sys.executable, __file__, "script"], os.environ), 0),
+    "exec": lambda: os.execv(sys.executable, [sys.executable, __file__, "script"]),
+    "os.fork": by_fork,
+    "fork": lambda: by_multiprocessing("fork"),
+    "spawn": lambda: by_multiprocessing("spawn"),
+    "forkserver": lambda: by_multiprocessing("forkserver"),
+    "executor": by_executor,
+    "torch.multiprocessing": by_torch,
+    "torchrun": lambda: python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "script"),
+    "accelerate": lambda: python("-m", "accelerate.commands.launch", "--num_processes=1", __file__, "script"),
+    "cleared": lambda: python("-c", LOADS_TORCH, env={"PATH": os.environ["PATH"]}),
+    "isolated": lambda: python("-I", "-c", LOADS_TORCH),
+    "own session": lambda: python("-c", LOADS_TORCH, env={"PATH": os.environ["PATH"]}, start_new_session=True),
+    "killed": lambda: subprocess.run(
+        [sys.executable, "-c", "import job, os, time; job.work(); time.sleep(1); os.kill(os.getpid(), 9)"]
+    ),
+    "killed at once": lambda: subprocess.run(
+        [sys.executable, "-c", "import os, torch; torch.cuda.init(); os.kill(os.getpid(), 9)"]
+    ),
+    "left": lambda: subprocess.Popen([sys.executable, "-c", "import job, time; job.work(); time.sleep(30)"]) and work(),
+    "terminated": lambda: subprocess.run([sys.executable, "-c", "import job, os; job.work(); os.kill(os.getpid(), 15)"]),
+    "pool": by_pool,
+    "asyncio": lambda: asyncio.run(by_asyncio()),
+    "exec after CUDA": lambda: subprocess.run(
+        [sys.executable, "-c", "import job, os, sys; job.work(); os.execv(sys.executable, [sys.executable, '-c', '1'])"]
+    ),
+    "failed exec": lambda: subprocess.run([sys.executable, "-c", FAILS_TO_EXEC]),
+    "exit function": lambda: python("-c", "import atexit, job, torch; atexit.register(job.work)"),
+    "one after the other": lambda: [python(__file__, "script") for _ in range(2)],
+    "hanging": lambda: python("-c", "import job, time; job.work(); time.sleep(600)"),
+}
+
+
+def left(code, ending="", *options, **more):
+    """Start a process that a test leaves running, or that ends by itself, and return it once it has come that far."""
+    print_ready = "; print('ready', flush=True)"
+    command = [sys.executable, *options, "-c", f"{code}{print_ready}{ending}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **more)
+    while process.stdout.readline() not in ("ready\\n", ""):
+        pass
+    return process
+
+
+WORKED = "import job; job.work()"
+MAPPED = "\\n".join(LOADS_TORCH.strip().splitlines()[:-1]) + "\\nimport time"
+LEFT = {
+    "ended": lambda: left(WORKED),
+    "killed": lambda: left(WORKED, "; import os; os.kill(os.getpid(), 9)"),
+    "stopped": lambda: left(WORKED, "; import os; os.kill(os.getpid(), 19)"),
+    "hanging": lambda: left(WORKED, "; import re; re.match('(a+)+$', 'a' * 60 + 'b')"),
+    "cleared": lambda: left(MAPPED, "; time.sleep(600)", env={"PATH": os.environ["PATH"]}),
+    "cleared and ended": lambda: left(MAPPED, "; time.sleep(1)", env={"PATH": os.environ["PATH"]}),
+    "isolated": lambda: left(MAPPED, "; time.sleep(600)", "-I"),
+}
+if __name__ == "__main__":
+    WAYS[sys.argv[1]]()
+'''
+"""The file `job.py`. Its argument is a way to start processes, which take 4 MB each and print their peaks."""
+
+SERVER = """
+import http.server
+import os
+import threading
+import time
+
+import torch
+
+GROWN, LEAK, LAZY = (int(os.environ.get(name, "0")) for name in ("GROWN", "LEAK", "LAZY"))
+KEPT = []
+ONE_AT_A_TIME = threading.Lock()
+
+
+def weights():
+    if not KEPT:
+        KEPT.append(torch.ones(3 << 18, device="cuda"))
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        with ONE_AT_A_TIME:
+            self.answer()
+
+    def answer(self):
+        weights()
+        word, answer, used = self.path.strip("/"), "", None
+        if word == "reset":
+            torch.cuda.reset_peak_memory_stats()
+        elif word == "peak":
+            answer = str(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+        else:
+            used = torch.ones((int(word) + GROWN) * 250_001, device="cuda")
+            if LEAK:
+                KEPT.append(used[: 1 << 14].clone())
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer.encode())
+        self.wfile.flush()
+        time.sleep(0.005)  # the tensors are freed after the response
+        del used
+
+    def log_message(self, *_):
+        pass
+
+
+if not LAZY:
+    weights()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
+"""The file `server.py`. It prints its port. A request for a number takes memory, and ``/peak`` is its own peak since ``/reset``."""

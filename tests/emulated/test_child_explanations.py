@@ -1,0 +1,196 @@
+"""Explanations of the processes that a test starts, on an emulated GPU: what grew, in which module, and at which line."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+SERVER = """
+import http.server
+import os
+
+import torch
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.key = torch.nn.Linear(256, 256, bias=False)
+
+    def forward(self, x):
+        key = self.key(x)
+        if os.environ.get("LEAK"):
+            KEPT.append(key)  # the leak
+        return key + 1
+
+
+KEPT = []
+model = torch.nn.Sequential(Attention(), Attention()).cuda()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        with torch.no_grad():
+            model(torch.ones(1024, 256, device="cuda"))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+if __name__ == "__main__":
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
+"""
+SERVER_TEST = """
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def url():
+    with subprocess.Popen([sys.executable, "server.py"], stdout=subprocess.PIPE, text=True) as server:
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}/"
+        server.terminate()
+
+
+@pytest.mark.gpumem
+def test_ask(url):
+    for _ in range(3):
+        urllib.request.urlopen(url).close()
+"""
+
+
+TRAINING = """
+import os
+import sys
+
+import torch
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        x = self.linear(x)
+        if os.environ.get("GROWN"):
+            x = x.exp()  # one more activation
+        return x.relu()
+
+
+def train():
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    model = torch.nn.Sequential(Block(), Block()).cuda(rank)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(16384, 256, device=f"cuda:{rank}")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if os.environ.get("OWN"):
+    torch.cuda.memory._record_memory_history(max_entries=1000)
+train()
+if os.environ.get("OWN"):
+    torch.cuda.memory._dump_snapshot("own.pickle")
+"""
+TRAINING_TEST = """
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.gpumem
+def test_train():
+    subprocess.run([sys.executable, "train.py"], check=True)
+"""
+JOB_TEST = """
+import sys
+
+
+def test_job(gpumem):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "train.py"]
+    job = gpumem.launch(command, ranks=2, explain=True)
+    for name, process in job.processes.items():
+        for row in process.composition.rows:
+            print(name, row.module, row.site, row.count)
+"""
+
+
+def _row(source: str, file: str, line: str, module: str, *, text: str = ".*") -> str:
+    """Return a pattern for a row with a module and the line that has a text."""
+    number = 1 + next(number for number, code in enumerate(source.splitlines()) if line in code)
+    return rf"{module} +{re.escape(file)}:{number} {text}"
+
+
+@pytest.fixture
+def served(processes, tmp_path):
+    (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(SERVER_TEST, encoding="utf-8")
+    return processes.pytest
+
+
+@pytest.fixture
+def trained(processes, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(TRAINING_TEST, encoding="utf-8")
+    return processes.pytest
+
+
+def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(served):
+    recorded = served("--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    leaking = served("--gpumem-baseline", LEAK="1")
+    assert leaking.returncode == 1, leaking.stdout
+    retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
+    # Each of three requests keeps a tensor of 1 MiB in each of two blocks.
+    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=r" *6 x float32\[1024, 256\]")
+    assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
+
+
+def test_a_growing_training_script_is_red_with_its_module_and_line(trained):
+    recorded = trained("--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    assert "some rows are missing" not in recorded.stdout
+    grown = trained("--gpumem-baseline", GROWN="1")
+    assert grown.returncode == 1
+    grew = grown.stdout.partition("what grew")[2]
+    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.[*0]"), grew), grown.stdout
+
+
+def test_the_rows_of_each_rank_of_a_job_have_modules_and_lines(trained, tmp_path):
+    (tmp_path / "test_it.py").write_text(JOB_TEST, encoding="utf-8")
+    done = trained("-s", gpu="h100x2", GROWN="1")
+    assert done.returncode == 0, done.stdout
+    for rank in range(2):
+        row = _row(TRAINING, "train.py", "x.exp()", r"Sequential\.\*", text=r"\d")
+        assert re.search(f"train.py rank {rank} {row}", done.stdout), done.stdout
+
+
+def test_a_program_with_its_own_history_keeps_it_and_a_note_says_so(trained, tmp_path):
+    recorded = trained("--gpumem-update=new", OWN="1")
+    assert recorded.returncode == 0, recorded.stdout
+    note = "(call: train.py): its allocations were not recorded, because the program records them itself"
+    assert note in recorded.stdout
+    own = pickle.loads((tmp_path / "own.pickle").read_bytes())["device_traces"][0]
+    assert any(entry["action"] == "alloc" for entry in own)
+    assert len(own) <= 1000
+
+
+def test_without_explanations_a_program_runs_once_and_records_nothing(trained, tmp_path):
+    source = "import os, sys\nopen('runs', 'a').write('run ')\n" + TRAINING
+    source += "\nopen('runs', 'a').write('recorder ' * any('block_recorder' in name for name in sys.modules))"
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    done = trained("--gpumem-update=new", "--gpumem-explain=never")
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "runs").read_text() == "run "
