@@ -191,6 +191,35 @@ def test_a_server_has_the_peak_that_it_computes_and_its_leak_and_growth_are_red(
     assert failed["test_requests[4]"] >= of_server
 
 
+POOL_TEST = """
+import os
+
+import pytest
+
+import job
+
+
+@pytest.mark.gpumem
+def test_pool():
+    for number in map(int, os.environ["TASKS"].split()):
+        job.python("-c", f"import job; job.work({number})")
+"""
+"""A pool deals the tasks of a run to its workers in another order than in the run before. Here the workers are subprocesses."""
+
+
+def test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red_one(session, tmp_path):
+    recorded = session(POOL_TEST, "--gpumem-update=new", TASKS="0 2")
+    assert recorded.returncode == 0, recorded.stdout
+    first = figures_of(tmp_path / "report.xml")
+    changed = session(POOL_TEST, "--gpumem-baseline", TASKS="2 0")
+    assert changed.returncode == 0, changed.stdout
+    assert figures_of(tmp_path / "report.xml") == first
+    grown = session(POOL_TEST, "--gpumem-baseline", TASKS="3 0")
+    assert grown.returncode == 1
+    (verdict,) = verdicts_of(tmp_path / "report.xml").values()
+    assert failing_of(verdict) == {"call: -c 2.peak_allocated", "call: -c 2.peak_reserved"}
+
+
 SILENT = (
     r"did not report its GPU memory within 10 seconds, so its memory is not known\. It is stopped, or in a long call"
 )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.facts.values.composition import Row
-from pytest_gpumem.measuring.explain.child_process import process_explanation, processes_again
+from pytest_gpumem.measuring.explain.child_process import process_explanation
 from pytest_gpumem.measuring.explain.sites import Site
 
 ASK = (("/serve.py", 9, "ask"),)
@@ -68,22 +66,3 @@ def test_equal_layers_are_a_row():
     explanation = process_explanation(recorded, 30, 30, site_of)
     assert explanation.peak.rows == (Row("other", 30, "h.*", "serve.py:9", count=3),)
     assert not explanation.peak.rows[0].layers
-
-
-@pytest.mark.parametrize(
-    ("measured", "again", "names"),
-    [
-        ({"a": 5, "a 2": 9}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
-        ({"a": 5, "a 2": 9}, {"a": 9, "a 2": 5}, {"a": "a 2", "a 2": "a"}),
-        ({"a": 5, "a 2": 5}, {"a": 6, "a 2": 5}, {"a": "a", "a 2": "a 2"}),
-        ({"a": 5}, {"a": 6, "b": 5}, {"a": "a"}),
-        ({"a": 5, "b": 7}, {"b": 8}, {"b": "b"}),
-        (
-            {"a rank 0": 5, "a rank 1": 9},
-            {"a rank 0": 9, "a rank 1": 5},
-            {"a rank 0": "a rank 0", "a rank 1": "a rank 1"},
-        ),
-    ],
-)
-def test_processes_of_a_program_that_change_places_are_known_by_their_peaks(measured, again, names):
-    assert processes_again(measured, again) == names

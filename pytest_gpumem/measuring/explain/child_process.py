@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -12,12 +11,10 @@ from pytest_gpumem.facts.values.composition import Composition, Explanation, Row
 from pytest_gpumem.facts.values.layers import layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from pytest_gpumem.emulating.emulated_process.usage import Frame, Recorded, RecordedBlocks
     from pytest_gpumem.measuring.explain.sites import Site
-
-_NUMBER = re.compile(r"(?<! rank)(?<! restart) \d+$")
 
 
 def process_explanation(
@@ -49,38 +46,6 @@ def process_explanation(
         rows = (*rows, Row("unattributed", missing))
     retained = _rows(recorded.retained, recorded.modules, site_of)
     return Explanation(_composition(rows, notes), _composition(retained))
-
-
-def processes_again(measured: Mapping[str, int], again: Mapping[str, int]) -> dict[str, str]:
-    """Return the name of each process in the recorded run, by its name in the measured run.
-
-    Processes of a program are numbered by their start, so ``serve.py`` and ``serve.py 2`` may change places. Their peaks show
-    who is who.
-
-    Example:
-        ``{"serve.py": "serve.py 2", "serve.py 2": "serve.py"}`` for the measured peaks ``{"serve.py": 5, "serve.py 2": 9}`` and
-        the recorded peaks ``{"serve.py": 9, "serve.py 2": 5}``.
-
-    Args:
-        measured: The measured peak of each process in bytes, by name.
-        again: The recorded peak of each process in bytes, by name.
-    """
-    names = {name: name for name, peak in measured.items() if again.get(name) == peak}
-    for name, peak in measured.items():
-        if name not in names:
-            free = (other for other in again if _program(other) == _program(name) and other not in names.values())
-            equal = next((other for other in free if again[other] == peak), None)
-            if equal is not None:
-                names[name] = equal
-    for name in measured:
-        if name not in names and name in again and name not in names.values():
-            names[name] = name
-    return names
-
-
-def _program(name: str) -> str:
-    """Return a process's name without its number: ``serve.py`` for ``serve.py 2``."""
-    return _NUMBER.sub("", name)
 
 
 def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composition:

@@ -80,11 +80,17 @@ class JobFigures:
 
     by_gpu: Mapping[str, Mapping[str, int]]
     processes: tuple[ProcessFigures, ...]
-    notes: tuple[str, ...] = ()
+    own_notes: tuple[str, ...] = ()
+    """Remarks on the whole job, each a clause."""
     imbalance: float | None = None
     """The largest peak of a rank divided by the smallest; ``None`` if fewer than two ranks used a GPU."""
     gained_before: int = 0
     """The sum of `ProcessFigures.gained` on the GPU with the largest sum."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the whole job and on its processes."""
+        return (*self.own_notes, *(f"{process.name}: {note}" for process in self.processes for note in process.notes))
 
 
 def job_figures(
@@ -141,7 +147,6 @@ def job_figures(
             notes.append(
                 f"{gpu_name}: the sum of {most} processes' peaks, an upper bound, because the peaks may be at different times"
             )
-    notes += [f"{process.name}: {note}" for process in processes for note in process.notes]
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, names)
     return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, default=0))

@@ -18,8 +18,9 @@ from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
 from pytest_gpumem.judging.baselines.update import entries_to_write
 from pytest_gpumem.judging.gate.baseline import Baseline, baseline_of
 from pytest_gpumem.judging.gate.failing import failing_metrics
-from pytest_gpumem.measuring.explain.child_process import process_explanation, processes_again
+from pytest_gpumem.measuring.explain.child_process import process_explanation
 from pytest_gpumem.measuring.explain.recording import ExpectedFigures, gpu_that_ran_out, is_out_of_memory
+from pytest_gpumem.measuring.jobs.counterparts import counterparts
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.reporting.reports.explanation import holder_lines, out_of_memory_lines
 from pytest_gpumem.torch_support.static_access import reads_any
@@ -245,10 +246,8 @@ class Explainer:
             note = f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
             return [result.with_notes([note]) for result in judged]
         names = [result.measurement.name.rpartition(": ")[2] for result in judged]
-        again = processes_again(
-            {name: result.measurement.peak_allocated for name, result in zip(names, judged, strict=True)},
-            {name: process.peak_allocated for name, process in processes.items()},
-        )
+        peaks = {name: result.measurement.peak_allocated for name, result in zip(names, judged, strict=True)}
+        again = counterparts(names, processes, lambda name, other: peaks[name] == processes[other].peak_allocated)
         return [
             self._explain_process(result, processes.get(again.get(name, "")), explain)
             for name, result in zip(names, judged, strict=True)

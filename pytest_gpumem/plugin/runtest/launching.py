@@ -85,6 +85,7 @@ def launch(
     job, figures = run_once(record=False)
     run.lost = run.lost or invalid_figures(job.usages)
     judged_job = run.judge_job(Workload(_STEP), figures, name)
+    figures = run.with_names_by_baseline(figures, judged_job.measurement.name)
     of_processes = run.explainer.explain_processes(
         run.judge_processes(figures.processes, judged_job.measurement.name),
         lambda: run_once(record=True)[1].processes,

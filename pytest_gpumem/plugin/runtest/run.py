@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, Workload, check_name
 from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
+from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
+from pytest_gpumem.measuring.jobs.counterparts import new_names
 from pytest_gpumem.measuring.jobs.figures import ALL, JobFigures
 from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
@@ -290,6 +292,7 @@ class TestRun:
             raise
         if job.processes:
             name = without_rank(own.measurement.name)
+            job = self.with_names_by_baseline(job, name)
             processes = self.judge_processes(job.processes, name)
             judged_job = self.judge_job(Workload(_PROCESSES), job, f"{name}: {ALL}").with_notes(notes)
             *_, measurement_of_all = [self.keep(part) for part in (*([own] if has_own else []), *processes, judged_job)]
@@ -324,7 +327,24 @@ class TestRun:
 
     def judge_processes(self, processes: Sequence[ProcessFigures], name: str) -> list[JudgedMeasurement]:
         """Judge the figures of each process in a job. ``name`` is the job's name."""
-        return [self.judge_job(Workload(_PROCESS), process, f"{name}: {process.name}") for process in processes]
+        return [self._judge_process(process, process.name, name) for process in processes]
+
+    def _judge_process(self, process: ProcessFigures, process_name: str, job_name: str) -> JudgedMeasurement:
+        return self.judge_job(Workload(_PROCESS), process, f"{job_name}: {process_name}")
+
+    def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
+        """Return a job in which processes of the same program have the names of the baselines that they fit.
+
+        Chance may decide which worker of a pool gets a task. ``name`` is the job's name.
+        """
+        processes = {process.name: process for process in job.processes}
+
+        def is_same(process: str, other: str) -> bool:
+            return self._judge_process(processes[process], other, name).verdict.outcome is Outcome.OK
+
+        names = new_names(list(processes), is_same)
+        ordered = sorted(names, key=lambda process: list(processes).index(names[process]))
+        return replace(job, processes=tuple(replace(processes[process], name=names[process]) for process in ordered))
 
     def _tensors_made(self) -> NewTensors | None:
         """Begin to collect new tensors, in which holders are searched later.

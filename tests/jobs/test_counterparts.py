@@ -1,0 +1,48 @@
+"""A process of a run, and the same process of another run."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpumem.measuring.jobs.counterparts import counterparts, new_names
+
+
+@pytest.mark.parametrize(
+    ("measured", "again", "names"),
+    [
+        ({"a": 5, "a 2": 9}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 5, "a 2": 9}, {"a": 9, "a 2": 5}, {"a": "a 2", "a 2": "a"}),
+        ({"a": 5, "a 2": 5}, {"a": 6, "a 2": 5}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 5}, {"a": 6, "b": 5}, {"a": "a"}),
+        ({"a": 5, "b": 7}, {"b": 8}, {"b": "b"}),
+        (
+            {"a rank 0": 5, "a rank 1": 9},
+            {"a rank 0": 9, "a rank 1": 5},
+            {"a rank 0": "a rank 0", "a rank 1": "a rank 1"},
+        ),
+    ],
+)
+def test_processes_of_a_program_that_change_places_are_known_by_their_peaks(measured, again, names):
+    assert counterparts(list(measured), again, lambda name, other: measured[name] == again[other]) == names
+
+
+@pytest.mark.parametrize(
+    ("now", "baseline", "names"),
+    [
+        ({"a": 5, "a 2": 9}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 5, "a 2": 9}, {"a": 9, "a 2": 5}, {"a": "a 2", "a 2": "a"}),
+        ({"a": 9, "a 2": 6}, {"a": 5, "a 2": 9}, {"a": "a 2", "a 2": "a"}),
+        ({"a": 5, "a 2": 12}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 6, "a 2": 12}, {"a": 5, "a 2": 9}, {"a": "a", "a 2": "a 2"}),
+        ({"a": 1, "a 2": 2, "a 3": 3}, {"a": 2, "a 2": 3, "a 3": 1}, {"a": "a 3", "a 2": "a", "a 3": "a 2"}),
+        ({"a": 5, "b": 9}, {"a": 9, "b": 5}, {"a": "a", "b": "b"}),
+        (
+            {"a rank 0": 5, "a rank 1": 9},
+            {"a rank 0": 9, "a rank 1": 5},
+            {"a rank 0": "a rank 0", "a rank 1": "a rank 1"},
+        ),
+        ({"a": 5, "a 2": 9}, {}, {"a": "a", "a 2": "a 2"}),
+    ],
+)
+def test_as_many_workers_as_possible_have_the_name_of_a_baseline_that_they_fit(now, baseline, names):
+    assert new_names(list(now), lambda name, other: now[name] == baseline.get(other)) == names
