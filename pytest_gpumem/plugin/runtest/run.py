@@ -333,7 +333,7 @@ class TestRun:
         return self.judge_job(Workload(_PROCESS), process, f"{job_name}: {process_name}")
 
     def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
-        """Return a job in which processes of the same program have the names of the baselines that they fit.
+        """Return a job whose processes with the same program have the names of the baselines they fit.
 
         Chance may decide which worker of a pool gets a task. ``name`` is the job's name.
         """
