@@ -27,7 +27,7 @@ EMULATED_TORCH := $(if $(NIGHTLY),--pre torch --index-url $(NIGHTLY)/cu132,torch
 # pip takes what belongs to an extra for not required: the line of docs/guide/no-gpu.md. Triton is for torch.compile.
 WITHOUT_NVIDIA := sed -i -E 's/^(Requires-Dist: (cuda|nvidia)-[^;]*).*/\1; extra == "nvidia"/'
 WITHOUT_TRITON := sed -i -E 's/^(Requires-Dist: triton[^;]*).*/\1; extra == "triton"/'
-EMULATED_NEEDS := numpy 'transformers>=5' 'peft>=0.17' 'pytest-xdist>=3.8' 'timm>=1.0' 'diffusers>=0.31' torchvision
+EMULATED_NEEDS := numpy 'transformers[serving]>=5' 'peft>=0.17' 'pytest-xdist>=3.8' 'timm>=1.0' 'diffusers>=0.31' torchvision
 # Workers have a core each: more threads of one would wait for the others'. One that has no tests left takes of another's.
 SUITE = -m pytest -n auto --dist worksteal
 

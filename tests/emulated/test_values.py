@@ -396,6 +396,32 @@ for model in (gpt2, llama):
         assert line.endswith(" (3 times)")
 
 
+def test_a_text_from_tokens_is_counted_and_their_numbers_invalidate(on_gpu):
+    source = """
+import transformers
+from tokenizers import Tokenizer, models
+words = {f"w{number}": number for number in range(1000)}
+tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+    vocab_size=1000, num_hidden_layers=1, hidden_size=64, num_attention_heads=2, intermediate_size=128)).cuda()
+ids = torch.randint(6, 1000, (2, 8), device="cuda")
+tokens = model.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=4, max_new_tokens=4)
+current().reads.take_others()
+texts = tokenizer.batch_decode(tokens)
+print(len(texts), seen(), *current().reads.take_others().notes())
+streamer = transformers.TextStreamer(tokenizer, skip_prompt=True)
+model.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), min_new_tokens=4, max_new_tokens=4, streamer=streamer)
+print(seen())
+tokens.tolist()
+print(seen())
+"""
+    batch, *_, stream, numbers = on_gpu(SEEN + source).splitlines()
+    assert batch.startswith("2 None ")
+    assert "uncomputed value" in batch
+    assert stream == "None"
+    assert numbers.startswith("a value is read that an emulated GPU does not compute")
+
+
 def test_what_is_made_of_unknown_integers_follows_from_those_that_stand_for_them(on_gpu):
     source = """
 found = torch.randn(1000, 1000, device="cuda").argmax(1)

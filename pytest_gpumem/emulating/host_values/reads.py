@@ -40,6 +40,11 @@ _SAFETENSORS = f"{_INSTALLED}safetensors{os.sep}"
 _CHECKING = frozenset({"warn_if_padding_and_no_attention_mask", "gaussian_nll_loss"})
 """Functions in transformers and torch that read values only before a warning or an exception."""
 
+_DECODERS = tuple(
+    f"{_INSTALLED}transformers{os.sep}{file}" for file in ("tokenization_", f"generation{os.sep}streamers")
+)
+"""The begin of the paths of the files in which transformers makes texts from tokens."""
+
 _MENDS = {
     "a value is read": (
         " (log a float in its place, `(prediction == target).float().mean().item()`, or read it outside the measured code)"
@@ -83,10 +88,14 @@ class Reads:
     def invalid(self, clause: str) -> None:
         """Record a read that makes the measurement invalid, because memory may depend on the value.
 
+        A tokenizer that makes a text from tokens only counts, like a float in a text.
+
         Args:
             clause: The beginning of the message about this read: ``"a value is read"``.
         """
-        if self._trouble is None and not self._is_harmless():
+        if _makes_text():
+            self.of_float()
+        elif self._trouble is None and not self._is_harmless():
             self._trouble = (
                 f"{clause} that an emulated GPU does not compute{_MENDS.get(clause, '')}, at {self._users_line()}"
             )
@@ -148,6 +157,12 @@ def _users_line_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
         if not is_passed_over and not (file.startswith(_STANDARD) and _INSTALLED not in file):
             return f"{file}:{line}"
     return None
+
+
+def _makes_text() -> bool:
+    """Return whether a tokenizer or a streamer of transformers is reading tokens, to make a text from them."""
+    frames = walk_stack(sys._getframe(1))  # noqa: SLF001 -- the interpreter's, documented
+    return any(decoder in frame.f_code.co_filename for frame, _ in frames for decoder in _DECODERS)
 
 
 def _of_no_memory() -> bool:
