@@ -7,6 +7,7 @@ objects alone: it neither calls nor changes them. If the recording fails, the pr
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -18,8 +19,11 @@ import torch
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.private_api.allocator import (
     before_history_changes,
+    cuda_frees,
     cuda_history_is_on,
     cuda_snapshot,
     start_cuda_history,
@@ -50,6 +54,8 @@ MOST_ENTRIES = 2**19
 """The most entries in a GPU's history. A tensor has three. A snapshot of 300,000 entries with 31 frames each took 5.4 s and
 415 MB on two busy cores (torch 2.13), and the program waits for it."""
 _BY_PROGRAM = "the program records them itself"
+MOST_OBJECTS = 2_000_000
+"""In a process with more Python objects, no holders are searched, because the program may wait for the search."""
 
 
 class Owner(NamedTuple):
@@ -98,21 +104,23 @@ class BlockRecorder:
         self.end()
         self.failure = _BY_PROGRAM
 
-    def recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+    def recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool = False) -> Mapping[int, Recorded]:
         """Return the recorded blocks by GPU. The mapping is empty without a recording; `failure` says why.
 
         Args:
             workspaces: The workspaces that count once, by GPU.
+            with_holders: Whether to search the holders of retained blocks.
         """
         if self._recording is None:
             return {}
         try:
-            return self._recorded(workspaces)
+            return self._recorded(workspaces, with_holders=with_holders)
         except Exception as error:  # noqa: BLE001 -- the program's objects may do anything
             self.failure = _text_of(error)
             return {}
 
-    def _recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+    def _recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool) -> Mapping[int, Recorded]:
+        frees = _frees()
         snapshot = cuda_snapshot()
         traces = snapshot["device_traces"]
         if max(map(len, traces), default=0) >= MOST_ENTRIES:
@@ -127,6 +135,9 @@ class BlockRecorder:
         paths = module_paths(models)
         owners = _Owners(active)
         owners.add_all(models, paths)
+        of_workspaces = {device: workspaces.get(device, Workspaces()).addresses for device in range(len(traces))}
+        retained = {device: retained_in(trace, of_workspaces[device]) for device, trace in enumerate(traces)}
+        holders = _holders(retained, frees) if with_holders else {}
         return {
             device: replace(
                 recorded_blocks(
@@ -134,7 +145,8 @@ class BlockRecorder:
                     active[device],
                     owners.on_gpu[device],
                     lambda note: self._modules.path(note, paths),
-                    workspaces.get(device, Workspaces()).addresses,
+                    of_workspaces[device],
+                    holders.get(device, {}),
                 ),
                 modules=tuple(dict.fromkeys(paths.values())),
             )
@@ -149,6 +161,28 @@ def _lacking() -> str | None:
     return _BY_PROGRAM if cuda_history_is_on() else None
 
 
+def _frees() -> list[int]:
+    """Return the number of frees so far on each GPU."""
+    return [cuda_frees(device) for device in range(torch.cuda.device_count())]
+
+
+def _holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) -> dict[int, dict[int, str]]:
+    """Return the path to each block's holder, by GPU and address. Empty if a path might be wrong or would take long to find.
+
+    Args:
+        blocks: The bytes of each block, by GPU and address.
+        frees: The number of frees on each GPU when these blocks were live.
+    """
+    # Freezing hides objects, and would have to be undone and repeated to see them. The program would keep new garbage.
+    if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
+        return {}
+    with suppress(Exception):  # other threads change the program's objects meanwhile
+        holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
+        # After a free in another thread, a block may be gone, and its address may belong to another tensor.
+        return holders if _frees() == frees else {}
+    return {}
+
+
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -159,6 +193,7 @@ def recorded_blocks(
     owners: Mapping[int, Owner],
     module_of: Callable[[str], str] = str,
     workspaces: Collection[int] = (),
+    holders: Mapping[int, str] | None = None,
 ) -> Recorded:
     """Return the blocks at the peak, and the blocks that were allocated in a window and are live at its end.
 
@@ -168,8 +203,9 @@ def recorded_blocks(
         owners: The tensors at the window's end, by address.
         module_of: Returns the module's path for an entry's note.
         workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none as left.
+        holders: The paths to the holders of retained blocks, by address.
     """
-    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
+    entries = _allocations_and_frees(trace)
     peak_at = _peak_at(entries)
     at_peak, _ = _new_blocks(entries[: peak_at + 1])
     new, freed = _new_blocks(entries)
@@ -189,8 +225,24 @@ def recorded_blocks(
             groups.add(entries[index], is_live=is_live)
     for address, index in new.items():
         if address not in workspaces:
-            left.add(entries[index], is_live=True)
+            left.add(entries[index], is_live=True, holder=(holders or {}).get(address))
     return Recorded(groups.blocks(), left.blocks())
+
+
+def retained_in(trace: Iterable[Mapping[str, Any]], workspaces: Collection[int] = ()) -> dict[int, int]:
+    """Return the bytes of each block that was allocated in a window and is live at its end, by address.
+
+    Args:
+        trace: The history's entries on a GPU.
+        workspaces: The addresses of cuBLAS's workspaces, which are left out.
+    """
+    entries = _allocations_and_frees(trace)
+    new, _ = _new_blocks(entries)
+    return {address: entries[index]["size"] for address, index in new.items() if address not in workspaces}
+
+
+def _allocations_and_frees(trace: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
 
 
 def _peak_at(entries: Iterable[Mapping[str, Any]]) -> int:
@@ -221,9 +273,9 @@ class _Groups:
     def __init__(self, owners: Mapping[int, Owner], module_of: Callable[[str], str]) -> None:
         self._owners = owners
         self._module_of = module_of
-        self._groups: defaultdict[tuple[Owner, tuple[Frame, ...], int], list[int]] = defaultdict(list)
+        self._groups: defaultdict[tuple[Owner, tuple[Frame, ...], str | None, int], list[int]] = defaultdict(list)
 
-    def add(self, entry: Mapping[str, Any], *, is_live: bool) -> None:
+    def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
         """Add a block. Its owner is known if the block is live at the end."""
         owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
         frames = tuple(
@@ -231,12 +283,13 @@ class _Groups:
             for frame in entry.get("frames", ())[:_MOST_FRAMES]
         )
         owner = owner._replace(module=owner.module or self._module_of(entry.get("user_metadata", "")))
-        self._groups[owner, frames, entry["size"]].append(entry["size"])
+        self._groups[owner, frames, holder, entry["size"]].append(entry["size"])
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
         """Return the groups."""
         return tuple(
-            RecordedBlocks(sum(sizes), len(sizes), *owner, frames) for (owner, frames, _), sizes in self._groups.items()
+            RecordedBlocks(sum(sizes), len(sizes), *owner, frames, holder)
+            for (owner, frames, holder, _), sizes in self._groups.items()
         )
 
 

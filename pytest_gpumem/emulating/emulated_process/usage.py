@@ -49,6 +49,9 @@ class RecordedBlocks:
     """The dtype and shape. Empty if no tensor refers to the whole block at the end."""
     frames: tuple[Frame, ...] = ()
     """The allocation's call stack, innermost frame first. Empty for blocks from before the window, and in backward."""
+    holder: str | None = None
+    """The path to the object that keeps the blocks alive: ``serve.cache[...]``. Empty if no holder was found, and ``None`` if
+    none was searched. Only retained blocks of a running process have holders."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes
-from pytest_gpumem.facts.values.composition import Composition, Explanation, Row, join_layers, merge_rows
+from pytest_gpumem.facts.values.composition import (
+    Composition,
+    Explanation,
+    Holder,
+    Row,
+    join_layers,
+    merge_rows,
+    sort_holders,
+)
 from pytest_gpumem.facts.values.layers import layers_of
 
 if TYPE_CHECKING:
@@ -48,7 +56,18 @@ def process_explanation(
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
     retained = _rows(recorded.retained, recorded.modules, site_of)
-    return Explanation(_composition(rows, notes), _composition(retained))
+    return Explanation(_composition(rows, notes), _composition(retained), holders=_holders(recorded, site_of))
+
+
+def _holders(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Holder, ...]:
+    """Return the holders of the retained blocks. They are empty if none were searched."""
+    by_path: dict[str, list[RecordedBlocks]] = {}
+    for group in recorded.retained:
+        if group.holder is not None:
+            by_path.setdefault(group.holder, []).append(group)
+    return sort_holders(
+        Holder(path, _composition(_rows(groups, recorded.modules, site_of))) for path, groups in by_path.items()
+    )
 
 
 def processes_again(measured: Mapping[str, int], again: Mapping[str, int]) -> dict[str, str]:

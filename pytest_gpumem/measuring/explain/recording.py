@@ -31,7 +31,7 @@ from pytest_gpumem.measuring.explain.compose import (
     holders_of_inputs_in,
 )
 from pytest_gpumem.measuring.explain.cycles import collect_cycles
-from pytest_gpumem.measuring.explain.holders import holders_of
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.measuring.explain.lifetimes import tensors_of_allocations, timeline_of
 from pytest_gpumem.measuring.explain.renewed_inputs import renewals, with_makers_of_inputs
 from pytest_gpumem.measuring.explain.survivors import survivors_of

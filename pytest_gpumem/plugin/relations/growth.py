@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import counted, format_bytes
 from pytest_gpumem.facts.measurement import HELD_NOTHING
-from pytest_gpumem.measuring.explain.holders import holders_of
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.measuring.measure.growth import grows
 from pytest_gpumem.measuring.measure.reading import live_everywhere
 from pytest_gpumem.measuring.steps.batches import describe, number_of_steps

@@ -62,6 +62,11 @@ def cuda_has_allocated(index: int) -> bool:
     return any(cuda_statistics(index)["allocated_bytes"]["all"].values())
 
 
+def cuda_frees(index: int) -> int:
+    """Return the number of blocks that this process has freed on a GPU so far."""
+    return int(cuda_statistics(index)["allocation"]["all"]["freed"])
+
+
 def cuda_history_is_on() -> bool:
     """Return whether torch currently records the history of the CUDA caching allocator."""
     import torch

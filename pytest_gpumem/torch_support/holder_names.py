@@ -16,6 +16,8 @@ from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a, module_of
 
 LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
+_PROGRAM = ("__main__", "__mp_main__")
+"""Names of the module that Python runs as a program. The second is its name in a process of `multiprocessing`."""
 
 
 def is_excluded(module: str) -> bool:
@@ -65,7 +67,14 @@ def module_name(namespace: object) -> str | None:
 
 
 def module_text(namespace: dict[str, Any], name: str) -> str:
-    """Return a module's name to show as a holder: ``"models"``, or ``"accelerate 1.3.0: accelerate.state"``."""
+    """Return a module's name to show as a holder: ``"models"``, or ``"accelerate 1.3.0: accelerate.state"``.
+
+    A program is called after its file: ``"serve"`` and not ``"__main__"``.
+    """
+    file = dict.get(namespace, "__file__")
+    if name in _PROGRAM and type(file) is str:
+        path = PurePath(file)
+        name = path.stem if path.stem != "__main__" else path.parent.name
     return _of_release(_release(namespace), name)
 
 

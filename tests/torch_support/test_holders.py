@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from pytest_gpumem.emulating.host_values.backward import _in_mode
-from pytest_gpumem.measuring.explain.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
+from pytest_gpumem.torch_support.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from tests.support.processes import own_objects_out_of_sight
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.explain.holder_names import (
+from pytest_gpumem.torch_support.holder_names import (
     LRU_CACHE,
     class_text,
     code_name,
@@ -513,4 +513,5 @@ def _slot(member: types.MemberDescriptorType, owner: object) -> object:
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
-    return next((key for key, held in dict.items(names) if held is value and type(key) is str), None)
+    # A list, because another thread may change the dict meanwhile.
+    return next((key for key, held in list(dict.items(names)) if held is value and type(key) is str), None)
