@@ -1,6 +1,6 @@
 """Record a process's allocations by CUDA's history, and find the blocks at the peak and those that stay.
 
-The history has Python frames for each allocation, and `running_modules` adds the module. After the window, modules,
+The history has Python and C++ frames for each allocation, and `running_modules` adds the module. After the window, modules,
 optimizers and tensors that still refer to a block give its category, dtype and shape. All code here leaves the program's
 objects alone: it neither calls nor changes them. If the recording fails, the program goes on.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
+from pytest_gpumem.emulating.emulated_process.stacks import operator_of, stack_of
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
@@ -29,6 +30,7 @@ from pytest_gpumem.torch_support.private_api.allocator import (
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive, reachable_tensors
 from pytest_gpumem.torch_support.static_access import (
@@ -54,7 +56,7 @@ MOST_ENTRIES = 2**19
 """The most entries in a GPU's history. A tensor has three. A snapshot of 300,000 entries with 31 frames each took 5.4 s and
 415 MB on two busy cores (torch 2.13), and the program waits for it."""
 _BY_PROGRAM = "the program records them itself"
-MOST_OBJECTS = 2_000_000
+MOST_OBJECTS = 1_000_000
 """In a process with more Python objects, no holders are searched, because the program may wait for the search."""
 
 
@@ -82,7 +84,7 @@ class BlockRecorder:
             self.failure = _lacking()
             if self.failure is None:
                 with ExitStack() as stack:
-                    start_cuda_history(most_entries=MOST_ENTRIES)
+                    start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
                     stack.callback(stop_cuda_history)
                     self._modules.watch()
                     stack.callback(self._modules.unwatch)
@@ -267,29 +269,39 @@ def _new_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[int, int], l
     return live, older_frees
 
 
+class _Place(NamedTuple):
+    owner: Owner
+    frames: tuple[Frame, ...]
+    holder: str | None
+    operator: str
+
+
 class _Groups:
     """Equal blocks, joined."""
 
     def __init__(self, owners: Mapping[int, Owner], module_of: Callable[[str], str]) -> None:
         self._owners = owners
         self._module_of = module_of
-        self._groups: defaultdict[tuple[Owner, tuple[Frame, ...], str | None, int], list[int]] = defaultdict(list)
+        self._groups: defaultdict[tuple[_Place, int], list[int]] = defaultdict(list)
 
     def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
         """Add a block. Its owner is known if the block is live at the end."""
         owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
-        frames = tuple(
-            (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
-            for frame in entry.get("frames", ())[:_MOST_FRAMES]
+        running = self._module_of(entry.get("user_metadata", ""))
+        stack = stack_of(entry.get("frames", ()))
+        place = _Place(
+            owner._replace(module=owner.module or running),
+            stack.python[:_MOST_FRAMES],
+            holder,
+            operator_of(stack, in_module=bool(running)),
         )
-        owner = owner._replace(module=owner.module or self._module_of(entry.get("user_metadata", "")))
-        self._groups[owner, frames, holder, entry["size"]].append(entry["size"])
+        self._groups[place, entry["size"]].append(entry["size"])
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
         """Return the groups."""
         return tuple(
-            RecordedBlocks(sum(sizes), len(sizes), *owner, frames, holder)
-            for (owner, frames, holder, _), sizes in self._groups.items()
+            RecordedBlocks(sum(sizes), len(sizes), *place.owner, place.frames, place.holder, place.operator)
+            for (place, _), sizes in self._groups.items()
         )
 
 

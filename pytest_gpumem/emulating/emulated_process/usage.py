@@ -52,6 +52,8 @@ class RecordedBlocks:
     holder: str | None = None
     """The path to the object that keeps the blocks alive: ``serve.cache[...]``. Empty if no holder was found, and ``None`` if
     none was searched. Only retained blocks of a running process have holders."""
+    operator: str = ""
+    """The operator that allocated the blocks, ``mm``, or the autograd node in backward, ``MmBackward0``. Empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

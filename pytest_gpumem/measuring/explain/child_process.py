@@ -147,8 +147,9 @@ def _rows(
                 group.module,
                 site.user,
                 site.library,
-                tensor=group.tensor,
-                count=group.count,
+                group.operator,
+                group.tensor,
+                group.count,
                 callers=callers,
             )
         )

@@ -1,0 +1,121 @@
+"""Read the stack of an allocation: its Python frames, and the operator or the autograd node from its C++ frames.
+
+Example: a stack with the C++ function ``at::_ops::mm::call(...)`` within ``torch::autograd::generated::MmBackward0::apply(...)``
+is from ``MmBackward0`` in backward. Without the latter, it is from ``mm``.
+
+The names equal those in the test's own process, which come from a profiler. Where C++ frames do not tell the name, it is empty.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import takewhile
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pytest_gpumem.torch_support.operators import within
+from pytest_gpumem.torch_support.private_api.native_frames import (
+    CALLS_OPERATOR,
+    casts_for_autocast,
+    is_library,
+    node_in,
+    operator_in,
+    runs_node,
+    runs_python,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pytest_gpumem.emulating.emulated_process.usage import Frame
+
+_OWN_FOLDER = str(PurePath(__file__).parents[2])
+_DISPATCH = "__torch_dispatch__"
+"""Our function between an operator and its kernel on an emulated GPU (`emulating/host_values/mode.py`)."""
+_UNNAMED = "unnamed"
+"""An operator without a name in C++ frames."""
+_CHECKPOINT = ("utils", "checkpoint.py")
+"""The end of the path to torch's file that recomputes checkpointed code in backward."""
+
+
+class Stack(NamedTuple):
+    """The stack of an allocation, innermost frames first."""
+
+    python: tuple[Frame, ...]
+    native: tuple[str, ...]
+    """The C++ functions, with arguments."""
+
+
+def stack_of(frames: Iterable[Mapping[str, Any]]) -> Stack:
+    """Return the stack from an entry in the allocator's history."""
+    python: list[Frame] = []
+    native: list[str] = []
+    for frame in frames:
+        if _is_library(frame["filename"]):
+            native.append(frame["name"])
+        else:
+            python.append((str(frame["filename"]), int(frame["line"]), str(frame["name"])))
+    return Stack(tuple(python), tuple(native))
+
+
+_is_library = cache(is_library)
+
+
+def operator_of(stack: Stack, *, in_module: bool) -> str:
+    """Return the operator that allocates, or in backward the autograd node; empty if unknown.
+
+    Args:
+        stack: The allocation's stack.
+        in_module: True if a module runs. In backward, a checkpointed module runs again, and its operators are named.
+    """
+    in_node = next((index for index, name in enumerate(stack.native) if runs_node(name)), None)
+    is_recomputed = in_module or any(PurePath(file).parts[-2:] == _CHECKPOINT for file, _, _ in stack.python)
+    if in_node is not None and not is_recomputed:
+        return node_in(stack.native[in_node])
+    return _operator(stack.python, stack.native[:in_node])
+
+
+def _operator(python: Sequence[Frame], native: Sequence[str]) -> str:
+    own, outer = _split_own(python)
+    # Operators that Python code calls are apart from an operator around this code.
+    innermost, *further = _between_python(native)
+    rest = iter(further)
+    for _ in filter(_is_dispatch, own):
+        innermost += next((stretch for stretch in rest if any(map(operator_in, stretch))), [])
+    if any(map(casts_for_autocast, innermost)):
+        return ""  # a copy of a weight, which autocast keeps, or of an argument
+    operator = _UNNAMED if outer and _calls_operator(outer[0]) else ""
+    for called in filter(None, map(operator_in, reversed(innermost))):
+        operator = within(operator, called)
+    return "" if operator == _UNNAMED else operator.removeprefix("aten::")
+
+
+def _between_python(native: Sequence[str]) -> list[list[str]]:
+    """Return the C++ functions between two functions that run Python code, innermost first."""
+    stretches: list[list[str]] = [[]]
+    for name in native:
+        if runs_python(name):
+            stretches.append([])
+        else:
+            stretches[-1].append(name)
+    return stretches
+
+
+def _split_own(python: Sequence[Frame]) -> tuple[Sequence[Frame], Sequence[Frame]]:
+    """Split Python frames into the innermost frames from this package, with the operators that it calls, and the others."""
+    count = len(list(takewhile(lambda frame: _is_own(frame) or _calls_operator(frame), python)))
+    while count and not _is_own(python[count - 1]):
+        count -= 1
+    return python[:count], python[count:]
+
+
+def _is_own(frame: Frame) -> bool:
+    return frame[0].startswith(_OWN_FOLDER)
+
+
+def _is_dispatch(frame: Frame) -> bool:
+    return _is_own(frame) and frame[2] == _DISPATCH
+
+
+def _calls_operator(frame: Frame) -> bool:
+    return (*PurePath(frame[0]).parts[-2:], frame[2]) == CALLS_OPERATOR
