@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.graphs import graphs_that_save
 from pytest_gpumem.torch_support.holder_names import (
     LRU_CACHE,
     class_text,
@@ -30,8 +32,6 @@ from pytest_gpumem.torch_support.holder_names import (
     module_text,
     names_of_defaults,
 )
-from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
-from pytest_gpumem.torch_support.graphs import graphs_that_save
 from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import address_of, alive, blocks_of
 from pytest_gpumem.torch_support.static_access import (

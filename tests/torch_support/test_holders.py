@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pytest_gpumem.emulating.host_values.backward import _in_mode
-from pytest_gpumem.torch_support.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from tests.support.processes import own_objects_out_of_sight
 
 if TYPE_CHECKING:

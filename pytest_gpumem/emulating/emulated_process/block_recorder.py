@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
-from pytest_gpumem.emulating.emulated_process.stacks import operator_of, stack_of
+from pytest_gpumem.emulating.emulated_process.stacks import is_workspace, operator_of, stack_of
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
@@ -66,6 +66,9 @@ class Owner(NamedTuple):
     category: str = "other"
     module: str = ""
     tensor: str = ""
+
+
+_WORKSPACE = Owner("workspace")
 
 
 class BlockRecorder:
@@ -150,7 +153,7 @@ class BlockRecorder:
                     of_workspaces[device],
                     holders.get(device, {}),
                 ),
-                modules=tuple(dict.fromkeys(paths.values())),
+                modules=tuple(dict.fromkeys((*paths.values(), *self._modules.paths_in_dead_models()))),
             )
             for device, trace in enumerate(traces)
         }
@@ -214,7 +217,7 @@ def recorded_blocks(
     # Blocks from before the window: those that stayed, and those that were freed after the peak.
     older = [(address, nbytes, True) for address, nbytes in active.items() if address not in new]
     older += [(entries[index]["addr"], entries[index]["size"], False) for index in freed if index > peak_at]
-    owners = {**owners, **dict.fromkeys(workspaces, Owner("workspace"))}
+    owners = {**owners, **dict.fromkeys(workspaces, _WORKSPACE)}
     first_workspaces = {active[address]: address for address in sorted(workspaces, reverse=True)}
     by_chance = set(workspaces).difference(first_workspaces.values())
     groups, left = _Groups(owners, module_of), _Groups(owners, module_of)
@@ -271,9 +274,9 @@ def _new_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[int, int], l
 
 class _Place(NamedTuple):
     owner: Owner
-    frames: tuple[Frame, ...]
-    holder: str | None
-    operator: str
+    frames: tuple[Frame, ...] = ()
+    holder: str | None = None
+    operator: str = ""
 
 
 class _Groups:
@@ -286,16 +289,20 @@ class _Groups:
 
     def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
         """Add a block. Its owner is known if the block is live at the end."""
+        self._groups[self._place(entry, is_live=is_live, holder=holder), entry["size"]].append(entry["size"])
+
+    def _place(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None) -> _Place:
         owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
-        running = self._module_of(entry.get("user_metadata", ""))
         stack = stack_of(entry.get("frames", ()))
-        place = _Place(
+        if owner.category == _WORKSPACE.category or is_workspace(stack):
+            return _Place(_WORKSPACE)  # chance decides which operator is the first that needs it
+        running = self._module_of(entry.get("user_metadata", ""))
+        return _Place(
             owner._replace(module=owner.module or running),
             stack.python[:_MOST_FRAMES],
             holder,
             operator_of(stack, in_module=bool(running)),
         )
-        self._groups[place, entry["size"]].append(entry["size"])
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
         """Return the groups."""

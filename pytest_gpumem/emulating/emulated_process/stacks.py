@@ -1,9 +1,9 @@
 """Read the stack of an allocation: its Python frames, and the operator or the autograd node from its C++ frames.
 
-Example: a stack with the C++ function ``at::_ops::mm::call(...)`` within ``torch::autograd::generated::MmBackward0::apply(...)``
-is from ``MmBackward0`` in backward. Without the latter, it is from ``mm``.
+Example: the function ``at::_ops::mm::call(...)`` means the operator ``mm``. If ``MmBackward0::apply(...)`` calls this function,
+the stack is from backward, and its name is ``MmBackward0``.
 
-The names equal those in the test's own process, which come from a profiler. Where C++ frames do not tell the name, it is empty.
+The names equal those in the test's own process, which come from a profiler. A name is empty if C++ frames do not show it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pytest_gpumem.torch_support.operators import within
 from pytest_gpumem.torch_support.private_api.native_frames import (
     CALLS_OPERATOR,
     casts_for_autocast,
+    gets_workspace,
     is_library,
     node_in,
     operator_in,
@@ -61,6 +62,11 @@ def stack_of(frames: Iterable[Mapping[str, Any]]) -> Stack:
 _is_library = cache(is_library)
 
 
+def is_workspace(stack: Stack) -> bool:
+    """Return whether cuBLAS's workspace is allocated."""
+    return any(map(gets_workspace, stack.native))
+
+
 def operator_of(stack: Stack, *, in_module: bool) -> str:
     """Return the operator that allocates, or in backward the autograd node; empty if unknown.
 
@@ -77,14 +83,15 @@ def operator_of(stack: Stack, *, in_module: bool) -> str:
 
 def _operator(python: Sequence[Frame], native: Sequence[str]) -> str:
     own, outer = _split_own(python)
+    is_unnamed = bool(outer) and _calls_operator(outer[0])
     # Operators that Python code calls are apart from an operator around this code.
     innermost, *further = _between_python(native)
-    rest = iter(further)
-    for _ in filter(_is_dispatch, own):
-        innermost += next((stretch for stretch in rest if any(map(operator_in, stretch))), [])
+    with_operator = (stretch for stretch in further if any(map(operator_in, stretch)))
+    for _ in range(sum(map(_is_dispatch, own)) - is_unnamed):
+        innermost += next(with_operator, [])
     if any(map(casts_for_autocast, innermost)):
         return ""  # a copy of a weight, which autocast keeps, or of an argument
-    operator = _UNNAMED if outer and _calls_operator(outer[0]) else ""
+    operator = _UNNAMED if is_unnamed else ""
     for called in filter(None, map(operator_in, reversed(innermost))):
         operator = within(operator, called)
     return "" if operator == _UNNAMED else operator.removeprefix("aten::")

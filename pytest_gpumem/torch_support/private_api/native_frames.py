@@ -22,8 +22,11 @@ _PYTHON = "_PyEval_EvalFrameDefault"
 _OF_PYTHON = "PyNode"
 """The node of a `torch.autograd.Function`. Its class has no name in a C++ frame."""
 CALLS_OPERATOR = ("torch", "_ops.py", "__call__")
-"""The folder, file and Python function through which ``torch.ops.aten.mm(...)`` calls an operator. Its C++ frames do not name it."""
+"""The folder, file and Python function through which ``torch.ops.aten.mm(...)`` calls an operator. C++ frames do not name this
+operator."""
+_UNKNOWN = "??"
 _CAST = "at::autocast::cached_cast("
+_WORKSPACE = re.compile(r"at::cuda::get\w*Blas\w*\(")
 
 
 def names_native_frames() -> bool:
@@ -47,12 +50,13 @@ def names_native_frames() -> bool:
     finally:
         if not is_chosen:
             os.unsetenv(_MODE)
-    return any(frame["name"].startswith(_GATHER) and is_library(frame["filename"]) for frame in frames)
+    files = [frame["filename"] for frame in frames if frame["name"].startswith(_GATHER)]
+    return any(file != _UNKNOWN and is_library(file) for file in files)
 
 
 def is_library(file: str) -> bool:
     """Return whether a frame's file is a library or a program. For a Python frame, this is the source file."""
-    return file == "??" or re.search(r"\.so(\.\d+)*$", file) is not None or file in _programs()
+    return file == _UNKNOWN or re.search(r"\.so(\.\d+)*$", file) is not None or file in _programs()
 
 
 @cache
@@ -92,6 +96,12 @@ def runs_python(name: str) -> bool:
 def casts_for_autocast(name: str) -> bool:
     """Return whether a C++ function casts an operator's argument to another dtype because of autocast."""
     return name.startswith(_CAST)
+
+
+@cache
+def gets_workspace(name: str) -> bool:
+    """Return whether a C++ function allocates a workspace of cuBLAS: ``at::cuda::getCurrentCUDABlasHandle(bool)``."""
+    return _WORKSPACE.match(name) is not None
 
 
 @cache
