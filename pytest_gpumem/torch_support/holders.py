@@ -513,5 +513,6 @@ def _slot(member: types.MemberDescriptorType, owner: object) -> object:
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
-    # A list, because another thread may change the dict meanwhile.
-    return next((key for key, held in list(dict.items(names)) if held is value and type(key) is str), None)
+    # Another thread may change the dict meanwhile, but not while this list of keys is made.
+    keys = [*dict.keys(names)]
+    return next((key for key in keys if type(key) is str and dict.get(names, key) is value), None)

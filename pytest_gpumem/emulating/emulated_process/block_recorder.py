@@ -142,7 +142,7 @@ class BlockRecorder:
         owners.add_all(models, paths)
         of_workspaces = {device: workspaces.get(device, Workspaces()).addresses for device in range(len(traces))}
         retained = {device: retained_in(trace, of_workspaces[device]) for device, trace in enumerate(traces)}
-        holders = _holders(retained, frees) if with_holders else {}
+        holders = retained_holders(retained, frees) if with_holders else {}
         return {
             device: replace(
                 recorded_blocks(
@@ -171,7 +171,7 @@ def _frees() -> list[int]:
     return [cuda_frees(device) for device in range(torch.cuda.device_count())]
 
 
-def _holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) -> dict[int, dict[int, str]]:
+def retained_holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) -> dict[int, dict[int, str]]:
     """Return the path to each block's holder, by GPU and address. Empty if a path might be wrong or would take long to find.
 
     Args:
