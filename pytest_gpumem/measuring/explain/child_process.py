@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(?<! rank)(?<! restart) \d+$")
 def process_explanation(
     recorded: Recorded, recorded_peak: int, peak: int, site_of: Callable[[Iterable[Frame]], Site]
 ) -> Explanation:
-    """Return the explanation of a process's peak. A process records neither operators nor lines in backward.
+    """Return the explanation of a process's peak. In backward, a process records autograd nodes, but neither modules nor lines.
 
     If the second run needed other memory, the explanation is about the second run, and a note says so. A server that keeps
     tensors still has those of the measured run when it runs again. They do not belong to the measured peak.
