@@ -17,7 +17,7 @@ from pytest_gpumem.torch_support.static_access import class_name, instance_dict,
 
 LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
 _PROGRAM = ("__main__", "__mp_main__")
-"""Names of the module that Python runs as a program. The second is its name in a process of `multiprocessing`."""
+"""Names for the module that Python runs as a program. `multiprocessing` uses the second name in its processes."""
 
 
 def is_excluded(module: str) -> bool:
@@ -39,7 +39,7 @@ def context_variable_text(node: object, value: object) -> str | None:
     """Return the text for a context variable that keeps a tensor alive: ``"ContextVar('mask')"``.
 
     Args:
-        node: Any object. Python stores the values of context variables in a tree, whose node class has no public name. A
+        node: Any object. Python stores context variables' values in a tree, whose node class has no public name. A
             node refers to a value and directly afterwards to the value's variable.
         value: The value to look for.
 
@@ -113,7 +113,7 @@ def lru_cache_text(cached: Any) -> str | None:
 
 
 def names_of_defaults(function: types.FunctionType) -> list[str]:
-    """Return the names of the parameters with defaults in ``function.__defaults__``."""
+    """Return the parameters' names with defaults in ``function.__defaults__``."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 

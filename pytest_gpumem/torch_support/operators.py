@@ -1,4 +1,4 @@
-"""Name the operator of an allocation."""
+"""Choose between nested operators to name an allocation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguo
 
 
 def within(outer: str, inner: str) -> str:
-    """Return the more specific of an operator and another operator that it calls.
+    """Return the more specific operator if one operator calls another.
 
     Example: ``aten::mm`` if ``aten::linear`` calls ``aten::mm``, and ``aten::exp`` if ``aten::exp`` calls ``aten::empty_like``.
 

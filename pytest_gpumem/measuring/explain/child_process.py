@@ -1,4 +1,4 @@
-"""Explain a process's peak from the blocks that the process recorded. All functions are pure."""
+"""Explain a process's peak from its recorded blocks. All functions are pure."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composit
 def _without_earlier(
     at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks], most_bytes: int
 ) -> tuple[tuple[RecordedBlocks, ...], int]:
-    """Return the blocks at the peak without those that the measured run left, and the removed bytes.
+    """Return the blocks at the peak without the measured run's leftovers, and the removed bytes.
 
     The measured run left the same blocks as the recorded run: without a line, and with an equal size, dtype and shape.
 
     Args:
         at_peak: The blocks at the peak in the recorded run.
-        retained: The blocks that the recorded run left.
+        retained: The recorded run's leftovers.
         most_bytes: The most bytes to remove.
     """
     left: Counter[tuple[str, int]] = Counter()

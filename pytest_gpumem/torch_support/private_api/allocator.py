@@ -63,7 +63,7 @@ def cuda_has_allocated(index: int) -> bool:
 
 
 def cuda_frees(index: int) -> int:
-    """Return the number of blocks that this process has freed on a GPU so far."""
+    """Return how many blocks this process has freed on a GPU."""
     return int(cuda_statistics(index)["allocation"]["all"]["freed"])
 
 

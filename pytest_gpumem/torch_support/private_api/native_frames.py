@@ -1,6 +1,6 @@
 """C++ frames in the CUDA caching allocator's history: operators and autograd nodes.
 
-torch can record the C++ stack of each allocation. Functions that a library exports have names there, for example
+torch can record each allocation's C++ stack. Functions that a library exports have names there, for example
 ``at::_ops::mm::call(at::Tensor const&, at::Tensor const&)`` and
 ``torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor, ...>&&)``.
 """
@@ -20,7 +20,7 @@ _NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+)::apply\(")
 _ENGINE = "torch::autograd::Engine::evaluate_function("
 _PYTHON = "_PyEval_EvalFrameDefault"
 _OF_PYTHON = "PyNode"
-"""The node of a `torch.autograd.Function`. Its class has no name in a C++ frame."""
+"""A `torch.autograd.Function`'s node. Its class has no name in a C++ frame."""
 CALLS_OPERATOR = ("torch", "_ops.py", "__call__")
 """The folder, file and Python function through which ``torch.ops.aten.mm(...)`` calls an operator. C++ frames do not name this
 operator."""
@@ -33,7 +33,7 @@ def names_native_frames() -> bool:
     """Return whether torch can record C++ stacks, and name their functions without another program.
 
     By default, torch starts ``addr2line`` for the names, which needs seconds. It reads the variable for a faster way only once.
-    So this process uses ``dladdr`` from its first call of this function on, unless the program has chosen a way.
+    So this process uses ``dladdr`` after its first call to this function, unless the program has chosen a way.
     """
     import torch
 
@@ -94,13 +94,13 @@ def runs_python(name: str) -> bool:
 
 
 def casts_for_autocast(name: str) -> bool:
-    """Return whether a C++ function casts an operator's argument to another dtype because of autocast."""
+    """Return whether a C++ function casts an operator's argument to another dtype for autocast."""
     return name.startswith(_CAST)
 
 
 @cache
 def gets_workspace(name: str) -> bool:
-    """Return whether a C++ function allocates a workspace of cuBLAS: ``at::cuda::getCurrentCUDABlasHandle(bool)``."""
+    """Return whether a C++ function allocates a cuBLAS workspace: ``at::cuda::getCurrentCUDABlasHandle(bool)``."""
     return _WORKSPACE.match(name) is not None
 
 
