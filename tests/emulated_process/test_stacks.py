@@ -87,6 +87,8 @@ def test_recomputed_operators_are_named_and_not_the_node_that_recomputes():
     assert named(frames) == "MulBackward0"
     assert named(frames, in_module=True) == "addmm"
     assert named(frames, [USER, CHECKPOINT]) == "addmm"
+    # A reentrant checkpoint runs its part of backward by itself.
+    assert named(frames, [(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward"), CHECKPOINT]) == "MulBackward0"
 
 
 def test_a_cast_of_autocast_has_no_name():

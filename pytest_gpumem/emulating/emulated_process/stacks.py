@@ -14,6 +14,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pytest_gpumem.torch_support.operators import within
+from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN
 from pytest_gpumem.torch_support.private_api.native_frames import (
     CALLS_OPERATOR,
     casts_for_autocast,
@@ -75,7 +76,9 @@ def operator_of(stack: Stack, *, in_module: bool) -> str:
         in_module: True if a module runs. In backward, a checkpointed module runs again, and its operators are named.
     """
     in_node = next((index for index, name in enumerate(stack.native) if runs_node(name)), None)
-    is_recomputed = in_module or any(PurePath(file).parts[-2:] == _CHECKPOINT for file, _, _ in stack.python)
+    # A node may run a backward of its own.
+    within_backward = takewhile(lambda frame: frame[2] != ENGINE_RUN, stack.python)
+    is_recomputed = in_module or any(PurePath(file).parts[-2:] == _CHECKPOINT for file, _, _ in within_backward)
     if in_node is not None and not is_recomputed:
         return node_in(stack.native[in_node])
     return _operator(stack.python, stack.native[:in_node])
