@@ -297,6 +297,7 @@ def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(processes
     assert expected[1] or at_peak == "forward"
     for rows in by_process.values():
         assert _places(rows) == expected
+        assert {row[3] for row in rows if re.search(r"Backward\d*$", row[2])} <= {"temporary"}
 
 
 @pytest.fixture
@@ -373,7 +374,7 @@ def test_a_program_with_its_own_history_keeps_it_and_a_note_says_so(trained, tmp
 
 def test_without_explanations_a_program_runs_once_and_records_nothing(trained, tmp_path):
     source = "import os, sys\nopen('runs', 'a').write('run ')\n" + TRAINING
-    source += "\nopen('runs', 'a').write('recorder ' * any('block_recorder' in name for name in sys.modules))"
+    source += "\nopen('runs', 'a').write('recorder ' * any(name.endswith(('block_recorder', 'holders')) for name in sys.modules))"
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     done = trained("--gpumem-update=new", "--gpumem-explain=never")
     assert done.returncode == 0, done.stdout

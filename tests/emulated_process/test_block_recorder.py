@@ -155,6 +155,18 @@ def test_an_operator_and_a_workspace_are_read_from_native_frames():
     ]
 
 
+def test_blocks_from_backward_are_temporary_unless_they_have_an_owner():
+    node = "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"
+    trace = [_alloc(1, 100), _alloc(2, 100)]
+    for entry in trace:
+        entry["frames"] += [{"filename": "/lib/libtorch.so", "line": 0, "name": node}]
+    at_peak = recorded_blocks(trace, {1: 100, 2: 100}, {2: Owner("gradient", "fc")}).at_peak
+    assert [(group.category, group.module, group.operator) for group in at_peak] == [
+        ("temporary", "", "MmBackward0"),
+        ("gradient", "fc", "MmBackward0"),
+    ]
+
+
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()

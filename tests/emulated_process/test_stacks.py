@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pytest_gpumem
-from pytest_gpumem.emulating.emulated_process.stacks import Stack, is_workspace, operator_of, stack_of
+from pytest_gpumem.emulating.emulated_process.stacks import Origin, Stack, is_workspace, origin_of, stack_of
 
 TORCH = str(PurePath(torch.__file__).parent)
 OWN = str(PurePath(pytest_gpumem.__file__).parent)
@@ -31,7 +31,7 @@ def node(name):
 
 
 def named(native, python=(USER,), *, in_module=False):
-    return operator_of(Stack(tuple(python), (ALLOCATOR, *native)), in_module=in_module)
+    return origin_of(Stack(tuple(python), (ALLOCATOR, *native)), in_module=in_module).operator
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,12 @@ def test_in_backward_the_node_is_named_and_not_its_operator():
     assert named(("torch::autograd::AccumulateGrad::apply(int)", *ENGINE), ()) == "AccumulateGrad"
 
 
+def test_recomputed_code_is_not_in_backward():
+    frames = (*calls("mm"), *ENGINE)
+    assert origin_of(Stack((), frames), in_module=False) == Origin("", in_backward=True)
+    assert origin_of(Stack((), frames), in_module=True) == Origin("mm")
+
+
 def test_in_backward_nothing_is_named_if_the_node_is_unknown():
     assert named((*calls("sum_dim_IntList"), *ENGINE), ()) == ""
     assert named((*calls("mul_Tensor"), PYTHON, *ENGINE)) == ""
@@ -98,7 +104,7 @@ def test_a_cast_of_autocast_has_no_name():
 
 
 def test_without_native_frames_nothing_is_named():
-    assert operator_of(Stack((USER,), ()), in_module=True) == ""
+    assert origin_of(Stack((USER,), ()), in_module=True) == Origin("")
 
 
 def test_a_workspace_is_known_by_the_function_that_gets_it():

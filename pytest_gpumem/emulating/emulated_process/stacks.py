@@ -48,6 +48,15 @@ class Stack(NamedTuple):
     """The C++ functions, with arguments."""
 
 
+class Origin(NamedTuple):
+    """The code that allocates."""
+
+    operator: str
+    """The operator, or in backward the autograd node; empty if unknown."""
+    in_backward: bool = False
+    """True if an autograd node allocates. False if a node recomputes code from forward."""
+
+
 def stack_of(frames: Iterable[Mapping[str, Any]]) -> Stack:
     """Return the stack from an entry in the allocator's history."""
     python: list[Frame] = []
@@ -68,8 +77,8 @@ def is_workspace(stack: Stack) -> bool:
     return any(map(gets_workspace, stack.native))
 
 
-def operator_of(stack: Stack, *, in_module: bool) -> str:
-    """Return the operator that allocates, or in backward the autograd node; empty if unknown.
+def origin_of(stack: Stack, *, in_module: bool) -> Origin:
+    """Return the origin of an allocation.
 
     Args:
         stack: The allocation's stack.
@@ -80,8 +89,8 @@ def operator_of(stack: Stack, *, in_module: bool) -> str:
     within_backward = takewhile(lambda frame: frame[2] != ENGINE_RUN, stack.python)
     is_recomputed = in_module or any(PurePath(file).parts[-2:] == _CHECKPOINT for file, _, _ in within_backward)
     if in_node is not None and not is_recomputed:
-        return node_in(stack.native[in_node])
-    return _operator(stack.python, stack.native[:in_node])
+        return Origin(node_in(stack.native[in_node]), in_backward=True)
+    return Origin(_operator(stack.python, stack.native[:in_node]))
 
 
 def _operator(python: Sequence[Frame], native: Sequence[str]) -> str:

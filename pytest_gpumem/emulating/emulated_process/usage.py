@@ -42,7 +42,7 @@ class RecordedBlocks:
     count: int
     category: str
     """``parameter``, ``buffer``, ``gradient`` or ``optimizer state`` if a module or optimizer still refers to the blocks at the
-    end, otherwise ``other``."""
+    end, ``workspace``, ``temporary`` if backward made the blocks, or ``other``."""
     module: str
     """The path of the module that ran, or that refers to the blocks. Empty if there is none."""
     tensor: str
