@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
+from collections import Counter
 
 import pytest
 
@@ -42,7 +44,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    Server = http.server.ThreadingHTTPServer
+    if os.environ.get("FROZEN"):
+        import gc
+        gc.freeze()
+        Server = http.server.HTTPServer
+    server = Server(("127.0.0.1", 0), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()
 """
@@ -66,8 +73,39 @@ def test_ask(url):
     for _ in range(3):
         urllib.request.urlopen(url).close()
 """
+WORKER_TEST = """
+import multiprocessing
+
+import pytest
 
 
+def work(connection):
+    import torch
+    from server import model
+
+    while connection.recv():
+        with torch.no_grad():
+            model(torch.ones(1024, 256, device="cuda"))
+        connection.send("done")
+
+
+@pytest.fixture(scope="session")
+def connection():
+    context = multiprocessing.get_context("spawn")
+    own, other = context.Pipe()
+    worker = context.Process(target=work, args=(other,), name="worker")
+    worker.start()
+    yield own
+    own.send(None)
+    worker.join()
+
+
+@pytest.mark.gpumem
+def test_ask(connection):
+    for _ in range(3):
+        connection.send("next")
+        connection.recv()
+"""
 TRAINING = """
 import os
 import sys
@@ -123,7 +161,7 @@ def test_job(gpumem):
     job = gpumem.launch(command, ranks=2, explain=True)
     for name, process in job.processes.items():
         for row in process.composition.rows:
-            print(name, row.module, row.site, row.count)
+            print(name, row.module, row.site, row.operator, row.count)
 """
 
 
@@ -140,6 +178,128 @@ def served(processes, tmp_path):
     return processes.pytest
 
 
+COMPARED = """
+import os
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(256, 256, bias=False)
+        self.norm = torch.nn.LayerNorm(256)
+
+    def forward(self, x):
+        x = self.norm(self.linear(x)).relu()
+        return Double.apply(x).exp() @ x.T @ x
+
+
+def train(rank=0):
+    torch.cuda.set_device(rank)
+    first, second = Block().cuda(), Block().cuda()
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    for _ in range(2):
+        hidden = second(torch.ones(1024, 256, device="cuda"))
+        if AT_PEAK == "recomputed":
+            hidden = checkpoint(first, hidden, use_reentrant=False)
+        loss = torch.softmax(hidden, 0).sum() * 3
+        if AT_PEAK == "forward":
+            kept = [torch.randn(2048, 2048, device="cuda").sigmoid() for _ in range(4)]
+            del kept
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+AT_PEAK = os.environ.get("AT_PEAK", "backward")
+if __name__ == "__main__":
+    train(int(os.environ.get("LOCAL_RANK", "0")))
+"""
+COMPARISON = """
+import json
+import os
+import sys
+
+import torch
+
+from compared import train
+
+
+def rows(composition):
+    return [[row.module, row.site, row.operator, row.category, row.nbytes, row.count] for row in composition.rows]
+
+
+def test_child(gpumem):
+    words = os.environ["COMMAND"].split()
+    job = gpumem.launch([sys.executable, *words], explain=True)
+    measured = gpumem.measure(train, explain=True)
+    processes = {name: rows(process.composition) for name, process in job.processes.items()}
+    print("ROWS", json.dumps([rows(measured.composition), processes]))
+"""
+SPAWN = (
+    "import compared, torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(compared.train, nprocs=1)\n"
+)
+
+
+def _places(rows):
+    """Return the bytes of rows by module, line and operator, without those in backward; and by operator in backward."""
+    forward, backward = Counter(), Counter()
+    for module, site, operator, category, nbytes, count in rows:
+        if (
+            category not in ("unattributed", "workspace") and nbytes > count * 4
+        ):  # scalars are workspaces in the own process
+            is_node = re.search(r"Backward\d*$", operator)
+            (backward if is_node else forward)[operator if is_node else (module, site, operator)] += nbytes
+    return forward, backward
+
+
+def _without_owners(rows):
+    """Return the rows of parameters and their state without modules, because an ended process has no parameters."""
+    owned = ("parameter", "gradient", "optimizer state")
+    return [["" if row[3] in owned else row[0], *row[1:]] for row in rows]
+
+
+thorough = pytest.mark.thorough
+
+
+@pytest.mark.parametrize(
+    ("command", "at_peak"),
+    [
+        pytest.param("compared.py", "backward", id="a script"),
+        pytest.param("compared.py", "forward", id="a script in forward", marks=thorough),
+        pytest.param("compared.py", "recomputed", id="a script that recomputes", marks=thorough),
+        pytest.param("spawn.py", "backward", id="torch.multiprocessing", marks=thorough),
+        pytest.param("-m torch.distributed.run --nproc-per-node=2 compared.py", "backward", id="ranks", marks=thorough),
+    ],
+)
+def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(processes, tmp_path, command, at_peak):
+    (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
+    (tmp_path / "spawn.py").write_text(SPAWN, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(COMPARISON, encoding="utf-8")
+    gpu = "h100x2" if "distributed" in command else "h100"
+    done = processes.pytest("-s", gpu=gpu, COMMAND=command, AT_PEAK=at_peak)
+    assert done.returncode == 0, done.stdout
+    own, by_process = json.loads(done.stdout.partition("ROWS ")[2].partition("\n")[0])
+    expected = _places(_without_owners(own))
+    assert expected[0]
+    assert expected[1] or at_peak == "forward"
+    for rows in by_process.values():
+        assert _places(rows) == expected
+        assert {row[3] for row in rows if re.search(r"Backward\d*$", row[2])} <= {"temporary"}
+
+
 @pytest.fixture
 def trained(processes, tmp_path):
     (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
@@ -147,15 +307,40 @@ def trained(processes, tmp_path):
     return processes.pytest
 
 
-def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(served):
-    recorded = served("--gpumem-update=new")
+KEPT = r"6 x float32\[1024, 256\]"
+"""Each of three requests keeps a tensor of 1 MiB in each of two blocks."""
+
+
+def _retained_by_a_leak(session, *arguments, **variables):
+    """Return the explanation of retained bytes in a session with a leak."""
+    recorded = session("--gpumem-update=new", *arguments, **variables)
     assert recorded.returncode == 0, recorded.stdout
-    leaking = served("--gpumem-baseline", LEAK="1")
+    leaking = session("--gpumem-baseline", *arguments, LEAK="1", **variables)
     assert leaking.returncode == 1, leaking.stdout
-    retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
-    # Each of three requests keeps a tensor of 1 MiB in each of two blocks.
-    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=r" *6 x float32\[1024, 256\]")
-    assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
+    return leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        pytest.param(SERVER_TEST, (), id="a server with threads"),
+        pytest.param(SERVER_TEST, ("-n", "2"), id="a server for each worker", marks=pytest.mark.thorough),
+        pytest.param(WORKER_TEST, (), id="a process of multiprocessing", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_cache_that_a_server_keeps_is_red_with_its_line_operator_and_holder(served, tmp_path, test, arguments):
+    (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
+    retained = _retained_by_a_leak(served, *arguments)
+    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=rf" *mm +{KEPT}")
+    assert re.search(f"other +6.29 MB +{row}", retained), retained
+    assert "kept in: server.KEPT[...]\n" in retained
+
+
+@pytest.mark.thorough
+def test_after_gc_freeze_a_servers_rows_have_lines_and_no_holder(served):
+    retained = _retained_by_a_leak(served, FROZEN="1")
+    assert re.search(_row(SERVER, "server.py", "self.key(x)", r"\.key", text=" *mm +6 x"), retained), retained
+    assert "kept in" not in retained
 
 
 def test_a_growing_training_script_is_red_with_its_module_and_line(trained):
@@ -165,7 +350,7 @@ def test_a_growing_training_script_is_red_with_its_module_and_line(trained):
     grown = trained("--gpumem-baseline", GROWN="1")
     assert grown.returncode == 1
     grew = grown.stdout.partition("what grew")[2]
-    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.[*0]"), grew), grown.stdout
+    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.[*0]", text=" *exp"), grew), grown.stdout
 
 
 def test_the_rows_of_each_rank_of_a_job_have_modules_and_lines(trained, tmp_path):
@@ -173,7 +358,7 @@ def test_the_rows_of_each_rank_of_a_job_have_modules_and_lines(trained, tmp_path
     done = trained("-s", gpu="h100x2", GROWN="1")
     assert done.returncode == 0, done.stdout
     for rank in range(2):
-        row = _row(TRAINING, "train.py", "x.exp()", r"Sequential\.\*", text=r"\d")
+        row = _row(TRAINING, "train.py", "x.exp()", r"Sequential\.\*", text=r"exp \d")
         assert re.search(f"train.py rank {rank} {row}", done.stdout), done.stdout
 
 
@@ -189,7 +374,7 @@ def test_a_program_with_its_own_history_keeps_it_and_a_note_says_so(trained, tmp
 
 def test_without_explanations_a_program_runs_once_and_records_nothing(trained, tmp_path):
     source = "import os, sys\nopen('runs', 'a').write('run ')\n" + TRAINING
-    source += "\nopen('runs', 'a').write('recorder ' * any('block_recorder' in name for name in sys.modules))"
+    source += "\nopen('runs', 'a').write('recorder ' * any(name.endswith(('block_recorder', 'holders')) for name in sys.modules))"
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     done = trained("--gpumem-update=new", "--gpumem-explain=never")
     assert done.returncode == 0, done.stdout

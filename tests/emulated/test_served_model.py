@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -121,7 +122,13 @@ def test_the_gate_has_the_servers_own_peaks_and_finds_its_kept_caches(session, t
     generates = PROGRAM.read_text(encoding="utf-8").split("self.model.generate(")[0].count("\n") + 1
     rows = [line for line in leaking.stdout.splitlines() if f"served_model.py:{generates})" in line]
     assert len(rows) == 2, leaking.stdout
-    assert all("20 x bfloat16[1, 2, 19, 64]" in row for row in rows)
+    assert all(re.search(r" cat +20 x bfloat16\[1, 2, 19, 64\]", row) for row in rows)
+    for attribute in ("keys", "values"):
+        holder = f"kept in: served_model.KEPT[...] -> DynamicCache.layers[...] -> DynamicLayer.{attribute}"
+        # In the test's explanation and in the table of causes, which both tests share.
+        assert f"  {holder} (97.28 kB)" in leaking.stdout
+        assert re.search(rf"\d {re.escape(holder)} +2 of 2", leaking.stdout), leaking.stdout
+    assert "holder not found" not in leaking.stdout
 
 
 @pytest.mark.thorough

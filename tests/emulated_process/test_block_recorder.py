@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import types
 import warnings
 
 import pytest
 import torch
 
-from pytest_gpumem.emulating.emulated_process import running_modules
-from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder, Owner, recorded_blocks
+from pytest_gpumem.emulating.emulated_process import block_recorder, running_modules
+from pytest_gpumem.emulating.emulated_process.block_recorder import (
+    BlockRecorder,
+    Owner,
+    recorded_blocks,
+    retained_holders,
+    retained_in,
+)
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.torch_support.private_api.compiler import load_compiler
@@ -73,6 +81,89 @@ def test_the_module_is_the_owners_or_else_that_in_the_note():
         ("other", "attn"),
         ("buffer", "norm"),
         ("other", ""),
+    ]
+
+
+def test_retained_blocks_with_other_holders_are_groups_of_their_own():
+    trace = [_alloc(1, 100, 5), _alloc(2, 100, 5), _alloc(3, 100, 5), _alloc(4, 100, 5), _free(4, 100)]
+    holders = {1: "serve.kept[...]", 2: "serve.kept[...]", 3: ""}
+    recorded = recorded_blocks(trace, {1: 100, 2: 100, 3: 100}, {}, holders=holders)
+    assert [(group.holder, group.count) for group in recorded.retained] == [("serve.kept[...]", 2), ("", 1)]
+    assert [(group.holder, group.count) for group in recorded.at_peak] == [(None, 4)]
+
+
+def test_only_retained_blocks_are_searched_for_and_no_workspaces():
+    trace = [_alloc(1, 100, 5), _free(1, 100), _alloc(2, 60, 6), _alloc(3, 4, 6), _free(9, 5)]
+    assert retained_in(trace, {3}) == {2: 60}
+
+
+@pytest.fixture
+def kept():
+    """A global in a program, and the blocks of a GPU with its tensor."""
+    module = types.ModuleType("serve")
+    module.kept = [torch.ones(7)]
+    return module, {0: {module.kept[0].data_ptr(): 28}}
+
+
+@pytest.fixture
+def frees(monkeypatch):
+    """The number of frees on the GPU each time that it is read."""
+    numbers = [5]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(block_recorder, "is_heap_frozen", lambda: False)
+    monkeypatch.setattr(block_recorder, "MOST_OBJECTS", 100_000_000)
+    monkeypatch.setattr(block_recorder, "cuda_frees", lambda _device: numbers[0])
+    return numbers
+
+
+def test_a_retained_block_has_the_path_to_its_holder(kept, frees):
+    _, blocks = kept
+    assert retained_holders(blocks, [5]) == {0: dict.fromkeys(blocks[0], "serve.kept[...]")}
+
+
+def test_holders_are_left_out_if_another_thread_has_freed_memory(kept, frees):
+    assert retained_holders(kept[1], [4]) == {}
+
+
+def test_holders_are_left_out_if_objects_are_hidden_or_too_many(kept, frees, monkeypatch):
+    monkeypatch.setattr(block_recorder, "is_heap_frozen", lambda: True)
+    assert retained_holders(kept[1], [5]) == {}
+    monkeypatch.setattr(block_recorder, "is_heap_frozen", lambda: False)
+    assert retained_holders(kept[1], [5]) != {}
+    monkeypatch.setattr(block_recorder, "MOST_OBJECTS", 0)
+    assert retained_holders(kept[1], [5]) == {}
+
+
+def test_a_search_that_fails_leaves_the_holders_out(kept, frees, monkeypatch):
+    monkeypatch.setattr(block_recorder, "holders_of", lambda _: {}[1])
+    assert retained_holders(kept[1], [5]) == {}
+
+
+def test_an_operator_and_a_workspace_are_read_from_native_frames():
+    def native(*names):
+        return [{"filename": "/lib/libtorch.so", "line": 0, "name": name} for name in names]
+
+    product = "at::_ops::mm::call(at::Tensor const&, at::Tensor const&)"
+    trace = [_alloc(1, 100, 5), _alloc(2, 100, 5), _alloc(3, 50, 5)]
+    trace[0]["frames"] += native(product)
+    trace[2]["frames"] += native("at::cuda::getCurrentCUDABlasHandle(bool)", product)
+    at_peak = recorded_blocks(trace, {}, {}).at_peak
+    assert [(group.operator, group.category, group.frames) for group in at_peak] == [
+        ("mm", "other", (("/serve.py", 5, "ask"),)),
+        ("", "other", (("/serve.py", 5, "ask"),)),
+        ("", "workspace", ()),
+    ]
+
+
+def test_blocks_from_backward_are_temporary_unless_they_have_an_owner():
+    node = "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"
+    trace = [_alloc(1, 100), _alloc(2, 100)]
+    for entry in trace:
+        entry["frames"] += [{"filename": "/lib/libtorch.so", "line": 0, "name": node}]
+    at_peak = recorded_blocks(trace, {1: 100, 2: 100}, {2: Owner("gradient", "fc")}).at_peak
+    assert [(group.category, group.module, group.operator) for group in at_peak] == [
+        ("temporary", "", "MmBackward0"),
+        ("gradient", "fc", "MmBackward0"),
     ]
 
 
@@ -212,6 +303,19 @@ def test_if_another_thread_runs_a_module_at_compilation_no_module_is_named(noted
 
     Waiting()(torch.ones(2))
     assert noted() == ["", ""]
+
+
+def test_a_model_that_is_gone_leaves_the_paths_of_all_its_modules(noted, monkeypatch):
+    modules = RunningModules()
+    modules.watch()
+    model, other = torch.nn.Sequential(Attention(), torch.nn.ReLU()), torch.nn.Linear(2, 2)
+    for _ in range(2):
+        model[0](other(torch.ones(2)))
+    modules.unwatch()
+    assert modules.paths_in_dead_models() == []
+    del model
+    gc.collect()
+    assert modules.paths_in_dead_models() == ["Attention", "key"]
 
 
 def test_models_of_two_classes_with_equal_paths_are_told_apart():

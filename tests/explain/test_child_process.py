@@ -14,8 +14,8 @@ def site_of(frames):
     return next((Site(f"serve.py:{line}") for _, line, _ in frames), Site())
 
 
-def blocks(nbytes, frames=(), count=1, category="other", module="", tensor=""):
-    return RecordedBlocks(nbytes, count, category, module, tensor, frames)
+def blocks(nbytes, frames=(), count=1, category="other", module="", tensor="", holder=None, operator=""):
+    return RecordedBlocks(nbytes, count, category, module, tensor, frames, holder, operator)
 
 
 def test_bytes_in_no_recorded_block_are_unattributed():
@@ -58,6 +58,30 @@ def test_a_recorded_run_with_another_peak_says_so():
         "the recorded run needed 500 B more than the measured run, so some rows are missing or wrong",
     )
     assert (more.peak.total, more.peak.rows) == (2000, (Row("other", 2000, site="serve.py:9"),))
+
+
+def test_retained_blocks_are_grouped_by_their_holders():
+    kept = [
+        blocks(40, ASK, 4, holder="serve.cache[...]"),
+        blocks(20, ASK, 2, holder=""),
+        blocks(10, holder="serve.cache[...]"),
+    ]
+    explanation = process_explanation(Recorded(retained=tuple(kept)), 0, 0, site_of)
+    assert [(holder.text, holder.kept.total, len(holder.kept.rows)) for holder in explanation.holders] == [
+        ("kept in: serve.cache[...]", 50, 2),
+        ("holder not found", 20, 1),
+    ]
+    assert sum(row.nbytes for row in explanation.retained.rows) == 70
+
+
+def test_without_a_search_there_are_no_holders():
+    assert process_explanation(Recorded(retained=(blocks(40, ASK),)), 0, 0, site_of).holders == ()
+
+
+def test_rows_have_operators():
+    recorded = Recorded((blocks(8, ASK, operator="mm"), blocks(8, ASK, operator="exp")))
+    rows = process_explanation(recorded, 16, 16, site_of).peak.rows
+    assert {row.operator for row in rows} == {"mm", "exp"}
 
 
 def test_equal_layers_are_a_row():

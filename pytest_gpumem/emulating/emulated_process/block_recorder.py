@@ -1,12 +1,13 @@
 """Record a process's allocations by CUDA's history, and find the blocks at the peak and those that stay.
 
-The history has Python frames for each allocation, and `running_modules` adds the module. After the window, modules,
+The history has Python and C++ frames for each allocation, and `running_modules` adds the module. After the window, modules,
 optimizers and tensors that still refer to a block give its category, dtype and shape. All code here leaves the program's
 objects alone: it neither calls nor changes them. If the recording fails, the program goes on.
 """
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -16,15 +17,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
+from pytest_gpumem.emulating.emulated_process.stacks import is_workspace, origin_of, stack_of
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.private_api.allocator import (
     before_history_changes,
+    cuda_frees,
     cuda_history_is_on,
     cuda_snapshot,
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive, reachable_tensors
 from pytest_gpumem.torch_support.static_access import (
@@ -48,8 +54,10 @@ if TYPE_CHECKING:
 _MOST_FRAMES = 64
 MOST_ENTRIES = 2**19
 """The most entries in a GPU's history. A tensor has three. A snapshot of 300,000 entries with 31 frames each took 5.4 s and
-415 MB on two busy cores (torch 2.13), and the program waits for it."""
+415 MB on two busy cores (torch 2.13), and the program waits for it. C++ frames add 1.8 s and 170 MB to 100,000 allocations."""
 _BY_PROGRAM = "the program records them itself"
+MOST_OBJECTS = 1_000_000
+"""In a process with more Python objects, no holders are searched, because the program may wait for the search."""
 
 
 class Owner(NamedTuple):
@@ -58,6 +66,9 @@ class Owner(NamedTuple):
     category: str = "other"
     module: str = ""
     tensor: str = ""
+
+
+_WORKSPACE = Owner("workspace")
 
 
 class BlockRecorder:
@@ -76,7 +87,7 @@ class BlockRecorder:
             self.failure = _lacking()
             if self.failure is None:
                 with ExitStack() as stack:
-                    start_cuda_history(most_entries=MOST_ENTRIES)
+                    start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
                     stack.callback(stop_cuda_history)
                     self._modules.watch()
                     stack.callback(self._modules.unwatch)
@@ -98,21 +109,23 @@ class BlockRecorder:
         self.end()
         self.failure = _BY_PROGRAM
 
-    def recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+    def recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool = False) -> Mapping[int, Recorded]:
         """Return the recorded blocks by GPU. The mapping is empty without a recording; `failure` says why.
 
         Args:
             workspaces: The workspaces that count once, by GPU.
+            with_holders: Whether to search the holders of retained blocks.
         """
         if self._recording is None:
             return {}
         try:
-            return self._recorded(workspaces)
+            return self._recorded(workspaces, with_holders=with_holders)
         except Exception as error:  # noqa: BLE001 -- the program's objects may do anything
             self.failure = _text_of(error)
             return {}
 
-    def _recorded(self, workspaces: Mapping[int, Workspaces]) -> Mapping[int, Recorded]:
+    def _recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool) -> Mapping[int, Recorded]:
+        frees = _frees()
         snapshot = cuda_snapshot()
         traces = snapshot["device_traces"]
         if max(map(len, traces), default=0) >= MOST_ENTRIES:
@@ -127,6 +140,9 @@ class BlockRecorder:
         paths = module_paths(models)
         owners = _Owners(active)
         owners.add_all(models, paths)
+        of_workspaces = {device: workspaces.get(device, Workspaces()).addresses for device in range(len(traces))}
+        retained = {device: retained_in(trace, of_workspaces[device]) for device, trace in enumerate(traces)}
+        holders = retained_holders(retained, frees) if with_holders else {}
         return {
             device: replace(
                 recorded_blocks(
@@ -134,9 +150,10 @@ class BlockRecorder:
                     active[device],
                     owners.on_gpu[device],
                     lambda note: self._modules.path(note, paths),
-                    workspaces.get(device, Workspaces()).addresses,
+                    of_workspaces[device],
+                    holders.get(device, {}),
                 ),
-                modules=tuple(dict.fromkeys(paths.values())),
+                modules=tuple(dict.fromkeys((*paths.values(), *self._modules.paths_in_dead_models()))),
             )
             for device, trace in enumerate(traces)
         }
@@ -149,6 +166,28 @@ def _lacking() -> str | None:
     return _BY_PROGRAM if cuda_history_is_on() else None
 
 
+def _frees() -> list[int]:
+    """Return the number of frees so far on each GPU."""
+    return [cuda_frees(device) for device in range(torch.cuda.device_count())]
+
+
+def retained_holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) -> dict[int, dict[int, str]]:
+    """Return the path to each block's holder, by GPU and address. Empty if a path might be wrong or would take long to find.
+
+    Args:
+        blocks: The bytes of each block, by GPU and address.
+        frees: The number of frees on each GPU when these blocks were live.
+    """
+    # Freezing hides objects, and would have to be undone and repeated to see them. The program would keep new garbage.
+    if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
+        return {}
+    with suppress(Exception):  # other threads change the program's objects meanwhile
+        holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
+        # After a free in another thread, a block may be gone, and its address may belong to another tensor.
+        return holders if _frees() == frees else {}
+    return {}
+
+
 def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -159,6 +198,7 @@ def recorded_blocks(
     owners: Mapping[int, Owner],
     module_of: Callable[[str], str] = str,
     workspaces: Collection[int] = (),
+    holders: Mapping[int, str] | None = None,
 ) -> Recorded:
     """Return the blocks at the peak, and the blocks that were allocated in a window and are live at its end.
 
@@ -168,15 +208,16 @@ def recorded_blocks(
         owners: The tensors at the window's end, by address.
         module_of: Returns the module's path for an entry's note.
         workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none as left.
+        holders: The paths to the holders of retained blocks, by address.
     """
-    entries = [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
+    entries = _allocations_and_frees(trace)
     peak_at = _peak_at(entries)
     at_peak, _ = _new_blocks(entries[: peak_at + 1])
     new, freed = _new_blocks(entries)
     # Blocks from before the window: those that stayed, and those that were freed after the peak.
     older = [(address, nbytes, True) for address, nbytes in active.items() if address not in new]
     older += [(entries[index]["addr"], entries[index]["size"], False) for index in freed if index > peak_at]
-    owners = {**owners, **dict.fromkeys(workspaces, Owner("workspace"))}
+    owners = {**owners, **dict.fromkeys(workspaces, _WORKSPACE)}
     first_workspaces = {active[address]: address for address in sorted(workspaces, reverse=True)}
     by_chance = set(workspaces).difference(first_workspaces.values())
     groups, left = _Groups(owners, module_of), _Groups(owners, module_of)
@@ -189,8 +230,24 @@ def recorded_blocks(
             groups.add(entries[index], is_live=is_live)
     for address, index in new.items():
         if address not in workspaces:
-            left.add(entries[index], is_live=True)
+            left.add(entries[index], is_live=True, holder=(holders or {}).get(address))
     return Recorded(groups.blocks(), left.blocks())
+
+
+def retained_in(trace: Iterable[Mapping[str, Any]], workspaces: Collection[int] = ()) -> dict[int, int]:
+    """Return the bytes of each block that was allocated in a window and is live at its end, by address.
+
+    Args:
+        trace: The history's entries on a GPU.
+        workspaces: The addresses of cuBLAS's workspaces, which are left out.
+    """
+    entries = _allocations_and_frees(trace)
+    new, _ = _new_blocks(entries)
+    return {address: entries[index]["size"] for address, index in new.items() if address not in workspaces}
+
+
+def _allocations_and_frees(trace: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [entry for entry in trace if entry["action"] in ("alloc", "free_completed")]
 
 
 def _peak_at(entries: Iterable[Mapping[str, Any]]) -> int:
@@ -215,28 +272,41 @@ def _new_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[dict[int, int], l
     return live, older_frees
 
 
+class _Place(NamedTuple):
+    owner: Owner
+    frames: tuple[Frame, ...] = ()
+    holder: str | None = None
+    operator: str = ""
+
+
 class _Groups:
     """Equal blocks, joined."""
 
     def __init__(self, owners: Mapping[int, Owner], module_of: Callable[[str], str]) -> None:
         self._owners = owners
         self._module_of = module_of
-        self._groups: defaultdict[tuple[Owner, tuple[Frame, ...], int], list[int]] = defaultdict(list)
+        self._groups: defaultdict[tuple[_Place, int], list[int]] = defaultdict(list)
 
-    def add(self, entry: Mapping[str, Any], *, is_live: bool) -> None:
+    def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
         """Add a block. Its owner is known if the block is live at the end."""
+        self._groups[self._place(entry, is_live=is_live, holder=holder), entry["size"]].append(entry["size"])
+
+    def _place(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None) -> _Place:
         owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
-        frames = tuple(
-            (str(frame["filename"]), int(frame["line"]), str(frame["name"]))
-            for frame in entry.get("frames", ())[:_MOST_FRAMES]
-        )
-        owner = owner._replace(module=owner.module or self._module_of(entry.get("user_metadata", "")))
-        self._groups[owner, frames, entry["size"]].append(entry["size"])
+        stack = stack_of(entry.get("frames", ()))
+        if owner.category == _WORKSPACE.category or is_workspace(stack):
+            return _Place(_WORKSPACE)  # chance decides which operator is the first that needs it
+        running = self._module_of(entry.get("user_metadata", ""))
+        origin = origin_of(stack, in_module=bool(running))
+        category = "temporary" if origin.in_backward and owner.category == Owner().category else owner.category
+        owner = Owner(category, owner.module or running, owner.tensor)
+        return _Place(owner, stack.python[:_MOST_FRAMES], holder, origin.operator)
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
         """Return the groups."""
         return tuple(
-            RecordedBlocks(sum(sizes), len(sizes), *owner, frames) for (owner, frames, _), sizes in self._groups.items()
+            RecordedBlocks(sum(sizes), len(sizes), *place.owner, place.frames, place.holder, place.operator)
+            for (place, _), sizes in self._groups.items()
         )
 
 

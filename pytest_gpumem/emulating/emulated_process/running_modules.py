@@ -54,6 +54,8 @@ class RunningModules:
         """The running modules by thread, outermost first."""
         self._by_id: dict[int, _Module] = {}
         self._by_note: dict[str, _Module] = {}
+        self._models: dict[tuple[str, ...], list[weakref.ref[torch.nn.Module]]] = {}
+        """The outermost modules that ran, by the paths of all modules in them."""
 
     def watch(self) -> None:
         """Begin to note modules, unless the program has compiled something."""
@@ -84,6 +86,11 @@ class RunningModules:
         module = noted.reference()
         return noted.path if module is None else paths.get(id(module), noted.path)
 
+    def paths_in_dead_models(self) -> list[str]:
+        """Return the paths of all modules in models that ran and are gone."""
+        models = list(self._models.items())
+        return [path for paths, modules in models if any(module() is None for module in modules) for path in paths]
+
     def _before_compiling(self) -> None:
         self.unwatch()
         note_on_allocations("")
@@ -98,6 +105,9 @@ class RunningModules:
             paths = stack[-1].paths if stack else {}
             if id(module) not in paths:
                 paths = module_paths([module])
+                modules = self._models.setdefault(tuple(paths.values()), [])
+                if not any(reference() is module for reference in modules):
+                    modules.append(weakref.ref(module))
             note = self._note(module, paths[id(module)])
             stack.append(_Running(id(module), note, paths))
             note_on_allocations(note)

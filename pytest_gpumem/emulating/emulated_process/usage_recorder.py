@@ -224,7 +224,10 @@ class _Recorder:
 
     def _usage(self, ended: int | None, *, with_blocks: bool) -> ProcessUsage:
         self._peaks.take()
-        blocks = self._blocks.recorded(self._workspaces) if self._blocks is not None and with_blocks else {}
+        blocks: Mapping[int, Recorded] = {}
+        if self._blocks is not None and with_blocks:
+            # An ended process retains nothing.
+            blocks = self._blocks.recorded(self._workspaces, with_holders=ended is None)
         used = self._used()
         return ProcessUsage(
             began=self._began,

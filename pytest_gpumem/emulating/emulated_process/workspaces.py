@@ -6,12 +6,12 @@ decides how many workspaces a server with several threads has. A workspace takes
 
 from __future__ import annotations
 
-import gc
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
 
+from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
 from pytest_gpumem.torch_support.private_api.allocator import cublas_workspace_sizes, cuda_snapshot
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive
@@ -39,7 +39,7 @@ def workspaces() -> dict[int, Workspaces]:
     size of a workspace.
     """
     sizes = cublas_workspace_sizes()
-    if not sizes or gc.get_freeze_count() or torch.cuda.memory.get_allocator_backend() != "native":
+    if not sizes or is_heap_frozen() or torch.cuda.memory.get_allocator_backend() != "native":
         return {}
     blocks = [
         (segment["device"], block["address"], block["requested_size"])

@@ -1,4 +1,4 @@
-"""Explain a process's peak from the blocks that the process recorded. All functions are pure."""
+"""Explain a process's peak from its recorded blocks. All functions are pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes
-from pytest_gpumem.facts.values.composition import Composition, Explanation, Row, join_layers, merge_rows
+from pytest_gpumem.facts.values.composition import (
+    Composition,
+    Explanation,
+    Holder,
+    Row,
+    join_layers,
+    merge_rows,
+    sort_holders,
+)
 from pytest_gpumem.facts.values.layers import layers_of
 
 if TYPE_CHECKING:
@@ -20,7 +28,7 @@ if TYPE_CHECKING:
 def process_explanation(
     recorded: Recorded, recorded_peak: int, peak: int, site_of: Callable[[Iterable[Frame]], Site]
 ) -> Explanation:
-    """Return the explanation of a process's peak. A process records neither operators nor lines in backward.
+    """Return the explanation of a process's peak. In backward, a process records autograd nodes, but neither modules nor lines.
 
     If the second run needed other memory, the explanation is about the second run, and a note says so. A server that keeps
     tensors still has those of the measured run when it runs again. They do not belong to the measured peak.
@@ -45,7 +53,18 @@ def process_explanation(
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
     retained = _rows(recorded.retained, recorded.modules, site_of)
-    return Explanation(_composition(rows, notes), _composition(retained))
+    return Explanation(_composition(rows, notes), _composition(retained), holders=_holders(recorded, site_of))
+
+
+def _holders(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Holder, ...]:
+    """Return the holders of the retained blocks. They are empty if none were searched."""
+    by_path: dict[str, list[RecordedBlocks]] = {}
+    for group in recorded.retained:
+        if group.holder is not None:
+            by_path.setdefault(group.holder, []).append(group)
+    return sort_holders(
+        Holder(path, _composition(_rows(groups, recorded.modules, site_of))) for path, groups in by_path.items()
+    )
 
 
 def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composition:
@@ -55,13 +74,13 @@ def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composit
 def _without_earlier(
     at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks], most_bytes: int
 ) -> tuple[tuple[RecordedBlocks, ...], int]:
-    """Return the blocks at the peak without those that the measured run left, and the removed bytes.
+    """Return the blocks at the peak without the measured run's leftovers, and the removed bytes.
 
     The measured run left the same blocks as the recorded run: without a line, and with an equal size, dtype and shape.
 
     Args:
         at_peak: The blocks at the peak in the recorded run.
-        retained: The blocks that the recorded run left.
+        retained: The recorded run's leftovers.
         most_bytes: The most bytes to remove.
     """
     left: Counter[tuple[str, int]] = Counter()
@@ -93,8 +112,9 @@ def _rows(
                 group.module,
                 site.user,
                 site.library,
-                tensor=group.tensor,
-                count=group.count,
+                group.operator,
+                group.tensor,
+                group.count,
                 callers=callers,
             )
         )

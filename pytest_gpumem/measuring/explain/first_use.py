@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.facts.values.composition import Composition, Holder, Row, merge_rows, sort_holders
-from pytest_gpumem.measuring.explain.holders import holders_of
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.reachability import alive, blocks_of
 from pytest_gpumem.torch_support.static_access import dense_bytes, dtype_and_shape, tensor_text
 

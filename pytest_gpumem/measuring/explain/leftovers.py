@@ -53,8 +53,8 @@ def with_leftovers(timeline: Timeline, own_bytes: int) -> tuple[Lifetime, ...]:
 class _Matches:
     """Finds a block of equal size in the recorded step for a leftover from an earlier step.
 
-    A leftover that no recorded step frees matches a block kept by all following steps. A leftover that a recorded step frees
-    matches a block that a following step frees.
+    If no recorded step frees a leftover, it matches a block kept by all following steps. Otherwise it matches a block
+    that a following step frees.
     """
 
     def __init__(self, timeline: Timeline) -> None:

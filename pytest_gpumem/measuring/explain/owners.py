@@ -111,7 +111,7 @@ class TensorOwners:
         return _text_for(self._paths, module)
 
     def zeroed(self, tensors: object, line: str) -> None:
-        """Record the line that filled tensors with zeros."""
+        """Record the line at which tensors were filled with zeros."""
         for tensor in reachable_tensors([tensors]):
             for address, _ in self.blocks_of(tensor):
                 self._zeroed[address] = line

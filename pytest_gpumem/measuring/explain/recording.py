@@ -31,12 +31,12 @@ from pytest_gpumem.measuring.explain.compose import (
     holders_of_inputs_in,
 )
 from pytest_gpumem.measuring.explain.cycles import collect_cycles
-from pytest_gpumem.measuring.explain.holders import holders_of
 from pytest_gpumem.measuring.explain.lifetimes import tensors_of_allocations, timeline_of
 from pytest_gpumem.measuring.explain.renewed_inputs import renewals, with_makers_of_inputs
 from pytest_gpumem.measuring.explain.survivors import survivors_of
 from pytest_gpumem.measuring.explain.trace import WHOLE_STEP, Mark, Trace
 from pytest_gpumem.measuring.explain.tracker import Level, Tracker
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.private_api.compiler import compiled_graphs
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pytest_gpumem.facts.values.events import AllocationEvent, SpanBegin, SpanEnd
 from pytest_gpumem.facts.values.layers import folded
 from pytest_gpumem.facts.values.module_calls import Caller, ModuleCalls, count_calls
+from pytest_gpumem.torch_support.operators import FACTORY, within
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,10 +23,6 @@ MarkKind = Literal["phase", "module", "call", "optimizer", "snapshot", "rest", "
 
 WHOLE_STEP = "step"
 """The phase's name in a step without marked phases."""
-
-# Operators that other operators call to create their results. Rows name the outer operator, which is more specific.
-_FACTORY = re.compile(r"aten::(_?empty|new_|zeros|ones|full|resize|clone|contiguous|to$|_to_copy|_resize)")
-
 
 _CAST = "aten::_to_copy"
 AUTOCAST = "autocast's cached cast"
@@ -272,9 +268,8 @@ class SpanStack:
     def operator_begins(self, opened: int, span: SpanBegin) -> None:
         if self.outermost_operator < 0:
             self.outermost_operator = opened
-        self.is_cast_within |= span.name == _CAST and not _FACTORY.match(self.operator or _CAST)
-        if not self.operator or not _FACTORY.match(span.name):
-            self.operator = span.name
+        self.is_cast_within |= span.name == _CAST and not FACTORY.match(self.operator or _CAST)
+        self.operator = within(self.operator, span.name)
 
     def operator_of(self, nbytes: int) -> str:
         """Return the name of the operator that allocates ``nbytes``."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import counted, format_bytes
 from pytest_gpumem.facts.measurement import HELD_NOTHING
-from pytest_gpumem.measuring.explain.holders import holders_of
 from pytest_gpumem.measuring.measure.growth import grows
 from pytest_gpumem.measuring.measure.reading import live_everywhere
 from pytest_gpumem.measuring.steps.batches import describe, number_of_steps
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
 from pytest_gpumem.torch_support.static_access import tensor_property
 from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP

@@ -62,6 +62,11 @@ def cuda_has_allocated(index: int) -> bool:
     return any(cuda_statistics(index)["allocated_bytes"]["all"].values())
 
 
+def cuda_frees(index: int) -> int:
+    """Return how many blocks this process has freed on a GPU."""
+    return int(cuda_statistics(index)["allocation"]["all"]["freed"])
+
+
 def cuda_history_is_on() -> bool:
     """Return whether torch currently records the history of the CUDA caching allocator."""
     import torch
@@ -84,7 +89,7 @@ HISTORY_SWITCHES = ("_cuda_record_memory_history", "_cuda_record_memory_history_
 """Functions in ``torch._C`` through which torch starts and stops the history."""
 
 
-def start_cuda_history(*, frames: bool = True, most_entries: int | None = None) -> None:
+def start_cuda_history(*, frames: bool = True, native: bool = False, most_entries: int | None = None) -> None:
     """Start to record every allocation and free in the CUDA caching allocator.
 
     Frees are recorded without Python frames, because memory may be freed while an exception propagates, for example when
@@ -93,6 +98,7 @@ def start_cuda_history(*, frames: bool = True, most_entries: int | None = None) 
 
     Args:
         frames: Whether to record the Python frames of each allocation.
+        native: Whether to record the C++ frames as well. Call this only after `native_frames.names_native_frames`.
         most_entries: The length of a history with frames on each GPU, or ``None`` for no limit. Older entries are lost.
     """
     import torch
@@ -100,7 +106,7 @@ def start_cuda_history(*, frames: bool = True, most_entries: int | None = None) 
     record = torch.cuda.memory._record_memory_history
     if frames:
         limit = {} if most_entries is None else {"max_entries": most_entries}
-        record("all", context="alloc", stacks="python", **limit)
+        record("all", context="alloc", stacks="all" if native else "python", **limit)
     else:
         record("all", context=None, stacks="python", max_entries=MOST_ENTRIES)
 

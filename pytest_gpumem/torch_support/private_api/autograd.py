@@ -68,7 +68,7 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
     """
     import torch
 
-    original = getattr(torch.autograd, _ENGINE_RUN, None)
+    original = getattr(torch.autograd, ENGINE_RUN, None)
     if original is None:
         yield
         return
@@ -78,18 +78,18 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
         with around(roots):
             return original(roots, *args, **kwargs)
 
-    with replaced(torch.autograd, _ENGINE_RUN, run):
+    with replaced(torch.autograd, ENGINE_RUN, run):
         yield
 
 
-_ENGINE_RUN = "_engine_run_backward"
+ENGINE_RUN = "_engine_run_backward"
 
 
 def engine_run_is_seen() -> bool:
     """Return whether `engine_run_within` has an effect, because this torch release has the private function to replace."""
     import torch
 
-    return hasattr(torch.autograd, _ENGINE_RUN)
+    return hasattr(torch.autograd, ENGINE_RUN)
 
 
 def replace_python_of_backward(

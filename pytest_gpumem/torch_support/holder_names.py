@@ -16,6 +16,8 @@ from pytest_gpumem.torch_support.reachability import NOT_THE_TESTS
 from pytest_gpumem.torch_support.static_access import class_name, instance_dict, is_a, module_of
 
 LRU_CACHE: type[Any] = type(functools.lru_cache(lambda: None))
+_PROGRAM = ("__main__", "__mp_main__")
+"""Names for the module that Python runs as a program. `multiprocessing` uses the second name in its processes."""
 
 
 def is_excluded(module: str) -> bool:
@@ -37,7 +39,7 @@ def context_variable_text(node: object, value: object) -> str | None:
     """Return the text for a context variable that keeps a tensor alive: ``"ContextVar('mask')"``.
 
     Args:
-        node: Any object. Python stores the values of context variables in a tree, whose node class has no public name. A
+        node: Any object. Python stores context variables' values in a tree, whose node class has no public name. A
             node refers to a value and directly afterwards to the value's variable.
         value: The value to look for.
 
@@ -65,7 +67,14 @@ def module_name(namespace: object) -> str | None:
 
 
 def module_text(namespace: dict[str, Any], name: str) -> str:
-    """Return a module's name to show as a holder: ``"models"``, or ``"accelerate 1.3.0: accelerate.state"``."""
+    """Return a module's name to show as a holder: ``"models"``, or ``"accelerate 1.3.0: accelerate.state"``.
+
+    A program is called after its file: ``"serve"`` and not ``"__main__"``.
+    """
+    file = dict.get(namespace, "__file__")
+    if name in _PROGRAM and type(file) is str:
+        path = PurePath(file)
+        name = path.stem if path.stem != "__main__" else path.parent.name
     return _of_release(_release(namespace), name)
 
 
@@ -104,7 +113,7 @@ def lru_cache_text(cached: Any) -> str | None:
 
 
 def names_of_defaults(function: types.FunctionType) -> list[str]:
-    """Return the names of the parameters with defaults in ``function.__defaults__``."""
+    """Return the parameters' names with defaults in ``function.__defaults__``."""
     code, defaults = function.__code__, function.__defaults__ or ()
     return list(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount])
 

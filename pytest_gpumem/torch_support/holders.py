@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.measuring.explain.holder_names import (
+from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
+from pytest_gpumem.torch_support.graphs import graphs_that_save
+from pytest_gpumem.torch_support.holder_names import (
     LRU_CACHE,
     class_text,
     code_name,
@@ -30,8 +32,6 @@ from pytest_gpumem.measuring.explain.holder_names import (
     module_text,
     names_of_defaults,
 )
-from pytest_gpumem.torch_support.garbage_collector import everything_in_sight
-from pytest_gpumem.torch_support.graphs import graphs_that_save
 from pytest_gpumem.torch_support.private_api.attributes import MODULE_PARTS
 from pytest_gpumem.torch_support.reachability import address_of, alive, blocks_of
 from pytest_gpumem.torch_support.static_access import (
@@ -49,19 +49,19 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
 MOST_TENSORS = 200
-"""The maximum number of blocks to examine. In a process with 390,000 objects, a search for the referrers of 256 objects takes
+"""At most so many blocks are examined. In a process with 390,000 objects, a search for 256 objects' referrers takes
 0.4 s, and a search for a single object's referrers takes 0.06 s."""
 NO_OBJECT = "no Python object (perhaps C++ code keeps it)"
 """The text to show instead of a holder, if no object known to Python's collector refers to the block."""
 GRAPH = "autograd graph"
 GRADIENT = "gradient"
 MOST_AT_ONCE = 200
-"""The maximum number of objects at each height whose referrers are searched. `_Search` explains heights."""
+"""At each height, referrers are searched for at most so many objects. `_Search` explains heights."""
 HIGHEST = 16
-"""The maximum number of references to follow upwards from a tensor. For example, accelerate's state is 7 references above the
+"""At most so many references are followed upwards from a tensor. For example, accelerate's state is 7 references above the
 tensors in a prepared `DataLoader`."""
 _LONGEST = 3
-"""The maximum number of parts in a displayed path. A longer path is shown by its first and last part."""
+"""At most so many parts are displayed in a path. A longer path is shown by its first and last part."""
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _SEEN_THROUGH = ("builtins", "functools", "itertools", "operator", "weakref", "collections")
 """Packages whose classes are left out of a path: methods, iterators, `functools.partial`, `weakref.WeakKeyDictionary` and
@@ -81,7 +81,7 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
 
     Returns:
         The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Another block
-        gets the path of the examined blocks with its size, if these all have the same path.
+        gets the same path as all examined blocks with its size, if these agree.
     """
     if not blocks:
         return {}
@@ -125,7 +125,7 @@ def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[
 
 
 def _sample_of(blocks: Mapping[int, int]) -> set[int]:
-    """Return the addresses of blocks to examine: the largest blocks, and an even selection of the smaller blocks."""
+    """Return the addresses to examine: the largest blocks, and an even selection from the smaller blocks."""
     by_size = sorted(blocks, key=lambda address: (-blocks[address], address))
     largest, smaller = by_size[: MOST_TENSORS // 2], by_size[MOST_TENSORS // 2 :]
     return {*largest, *smaller[:: -(-len(smaller) // (MOST_TENSORS // 2)) or 1]}
@@ -175,7 +175,7 @@ def _leaves_with_gradient_at(addresses: Collection[int]) -> dict[int, list[Any]]
 def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
     """Return the NumPy arrays in the blocks' memory, by block address.
 
-    Python's collector does not track arrays, so this function searches among the referents of all tracked objects.
+    Python's collector does not track arrays, so this function searches among all tracked objects' referents.
     """
     import numpy
 
@@ -196,7 +196,7 @@ def _arrays_on(blocks: Mapping[int, int]) -> dict[int, list[Any]]:
 
 
 def _text_of(paths: Sequence[_Path]) -> str:
-    """Return the text of the best path to a block."""
+    """Return the best path's text."""
     if all(path.kind is _Kind.NO_REFERRER for path in paths):
         return NO_OBJECT
     best = min(paths, key=lambda path: path.rank(is_object=True))
@@ -250,7 +250,7 @@ class _Path:
     """True for a dict that adds nothing to the path: the dict of a module's children, or the dict in which a `threading.local`
     keeps an instance dict for each thread."""
     names: tuple[str, ...] = ()
-    """Texts for the elements of a function's closure or defaults, which are tuples."""
+    """Texts for the elements in a function's closure or defaults, which are tuples."""
     by: str = ""
     """`GRAPH` or `GRADIENT` if the path leads to a tensor whose autograd graph or gradient is in the block."""
 
@@ -304,8 +304,8 @@ class _Search:
     """Searches upwards from tensors: from each object to its referrers, until a holder with a name is reached.
 
     An object's height is the number of references from the object down to a tensor. To find referrers, Python walks through all
-    objects. A single walk for many objects takes much less time than a walk for each object. So the referrers of all objects
-    with the same height are searched together.
+    objects. A single walk for many objects takes much less time than a walk for each object. So all objects with the
+    same height are searched together.
 
     An object is represented by its place, an index into a single list. If the search used more lists or dicts, it would find
     these as referrers.
@@ -495,7 +495,7 @@ def _variables_in_use() -> dict[int, str]:
 
 
 def _running() -> Iterator[types.FrameType]:
-    """Yield the frames of running functions in all threads."""
+    """Yield all threads' frames."""
     frames = [*sys._current_frames().values()]  # noqa: SLF001 - the only way to other threads' frames
     while frames:
         frame = frames.pop()
@@ -513,4 +513,6 @@ def _slot(member: types.MemberDescriptorType, owner: object) -> object:
 
 
 def _key_of(names: dict[Any, Any], value: object) -> str | None:
-    return next((key for key, held in dict.items(names) if held is value and type(key) is str), None)
+    # Another thread may change the dict meanwhile, but not while this list of keys is made.
+    keys = [*dict.keys(names)]
+    return next((key for key in keys if type(key) is str and dict.get(names, key) is value), None)

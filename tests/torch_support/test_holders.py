@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pytest_gpumem.emulating.host_values.backward import _in_mode
-from pytest_gpumem.measuring.explain.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
+from pytest_gpumem.torch_support.holders import HIGHEST, MOST_TENSORS, NO_OBJECT, holders_of
 from tests.support.processes import own_objects_out_of_sight
 
 if TYPE_CHECKING:
@@ -545,3 +545,45 @@ def test_a_gradient_is_the_leafs_also_if_a_graph_leads_to_the_leaf(registry):
     where = address(weight.grad)
     del weight
     assert told({where}) == ("the gradient of young.REGISTRY[...]",)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "path"),
+    [
+        ("__main__", "/srv/serve.py", "serve.KEPT"),
+        ("__mp_main__", "/srv/serve.py", "serve.KEPT"),
+        ("__main__", "/srv/server/__main__.py", "server.KEPT"),
+        ("__main__", None, "__main__.KEPT"),
+    ],
+)
+def test_a_program_is_called_after_its_file(name, file, path):
+    program = types.ModuleType(name)
+    if file is not None:
+        program.__file__ = file
+    program.KEPT = torch.ones(43)
+    assert told({address(program.KEPT)}) == (path,)
+
+
+def test_a_dict_that_another_thread_changes_is_searched():
+    """Python raises an error if a dict changes while a loop reads it, and another thread may run between two items."""
+    program = types.ModuleType("program")
+    names = vars(program)
+    names.update({f"before_{number}": None for number in range(100_000)}, KEPT=torch.ones(44))
+    ended = threading.Event()
+
+    def change():
+        while not ended.is_set():
+            if names.pop("changed", False) is False:
+                names["changed"] = None
+
+    thread = threading.Thread(target=change)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        paths = {told({address(program.KEPT)}) for _ in range(3)}
+    finally:
+        sys.setswitchinterval(interval)
+        ended.set()
+        thread.join()
+    assert paths == {("program.KEPT",)}
