@@ -140,6 +140,7 @@ import sys
 
 @pytest.mark.gpumem
 def test_it():
+    kept = torch.ones(5)
     subprocess.run([sys.executable, "child.py"], check=True)
 
 

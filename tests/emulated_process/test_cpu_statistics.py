@@ -128,6 +128,20 @@ print(figures()[0], begun == [os.getpid()])
     assert printed == ["4000", "True"]
 
 
+def test_a_second_counter_in_a_process_counts_nothing_twice(run):
+    printed = run(f"""
+second = CpuStatistics({str(LIBRARY)!r})
+second.when_it_begins(lambda: begun.append("second"))
+kept = torch.ones(1000)
+pid = os.fork()
+if pid == 0:
+    own = torch.ones(10)
+    os._exit(0 if begun == ["second"] * 2 and figures()[2] == 1 else 1)
+print(*figures(), os.waitpid(pid, 0)[1], *begun)
+""")
+    assert printed == ["4000", "4000", "1", "0", "second"]
+
+
 def test_a_new_peak_begins_at_the_live_bytes(run):
     printed = run("""
 kept = torch.ones(10)

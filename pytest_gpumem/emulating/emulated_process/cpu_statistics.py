@@ -74,6 +74,7 @@ class CpuStatistics:
         self._contexts: dict[int, tuple[list[tuple[CodeType, int]], str]] = {}
         torch.set_num_threads(1)
         is_found = self._library.counter_install(*pointers)
+        self._library.counter_begin(None)  # a session within a measured process has forks that count for the session
         if not is_found or not self._counts():
             raise MeasuringError(
                 f"torch {torch.__version__} allocates memory on the CPU by functions that cannot be counted"

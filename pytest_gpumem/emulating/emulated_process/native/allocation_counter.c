@@ -265,10 +265,12 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *is_found)
     return 1;
 }
 
-/* Begin to count. Return 0 if libc10.so is not loaded. Call this once in a process; forks inherit it. */
+/* Begin to count. Return 0 if libc10.so is not loaded. Further calls in this process and in its forks change nothing. */
 int counter_install(int (*ensure)(void), void (*release)(int), void (*fetch)(void **, void **, void **),
                     void (*restore)(void *, void *, void *)) {
-    int is_found = 0;
+    static int is_found;
+    if (is_found)
+        return 1;
     python = (struct python){ensure, release, fetch, restore};
     __atomic_store_n(&may_call_python, 1, __ATOMIC_RELEASE);
     if (pthread_atfork(before_fork, in_parent, in_child))
