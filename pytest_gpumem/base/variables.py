@@ -6,8 +6,9 @@ Variables between this package's own processes are defined in the modules that s
 from __future__ import annotations
 
 CACHE = "GPUMEM_CACHE"
-"""Folder for this package's cached files: libraries for emulation, the counter of other processes' memory on the CPU, environments for ``gpumem ab``, bisections and compiled
-kernels. The default is ``pytest-gpumem`` in the user's cache folder (``~/.cache`` on Linux)."""
+"""Folder for this package's cached files: libraries for emulation, the counter of other processes' memory on the CPU,
+environments for ``gpumem ab``, bisections and compiled kernels. The default is ``pytest-gpumem`` in the user's cache folder
+(``~/.cache`` on Linux)."""
 EMULATED = "GPUMEM_EMULATED"
 """The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets this variable for itself and all
 processes that it starts. The session also sets ``GPUMEM_EMULATED_GPU`` to the card's figures, so processes in other folders
