@@ -44,13 +44,13 @@ class _Running(NamedTuple):
 class RunningModules:
     """Notes the running module at each allocation, in each thread."""
 
-    def __init__(self, note_on_allocations: Callable[[str], None] = note_on_allocations) -> None:
+    def __init__(self, note: Callable[[str], None] | None = None) -> None:
         """Begin without modules.
 
         Args:
-            note_on_allocations: Lets the allocator's history show a text at each further allocation in this thread.
+            note: Lets the allocator's history show a text at each further allocation in this thread; by default, that of CUDA.
         """
-        self._note_on_allocations = note_on_allocations
+        self._note_on_allocations = note or note_on_allocations
         self._numbers = itertools.count()
         self._watching = ExitStack()
         self._forget()
