@@ -1,4 +1,4 @@
-"""Processes that a test starts, on the CPU, where their memory is not measured; and what a session changes for them."""
+"""Changes that a session makes for processes that a test starts, on the CPU, and processes that cannot be counted there."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ import state
 
 @pytest.mark.gpumem
 def test_measured():
-    assert state.ours() == {{"GPUMEM_USAGE", "GPUMEM_USAGE_LIVE"}}
+    assert state.ours() == {{"GPUMEM_USAGE", "GPUMEM_USAGE_LIVE", "GPUMEM_USAGE_COUNTER"}}
     kept = torch.ones(5)
     {outcome}
 """)
@@ -88,7 +88,9 @@ def test_measured():
     assert line.endswith("/mine /other")
 
 
-def test_a_child_with_torch_is_noted_as_not_counted(project):
+def test_without_a_compiler_a_child_with_torch_is_noted_as_not_counted(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", "/no/cc")
     project.write("""
 import subprocess
 import sys
@@ -106,5 +108,108 @@ def test_it(code):
     (note,) = notes["test_it[import torch]"]
     assert note.startswith("not counted: `")
     assert note.endswith(
-        "-c import torch` loads torch, and only the GPU memory of other processes is measured, and this is a CPU"
+        "-c import torch` loads torch, and the C compiler /no/cc cannot be run: No such file or directory; install /no/cc, "
+        "or set CC to another compiler"
     )
+
+
+LACKING = """
+import ctypes
+
+real = ctypes.CDLL
+
+
+def without_counts(path, *arguments, **keywords):
+    library = real(path, *arguments, **keywords)
+    if "allocation_counter" in str(path):
+        library.counter_read = lambda figures: None
+    return library
+
+
+ctypes.CDLL = without_counts
+import torch
+"""
+
+
+def test_a_child_whose_allocator_is_not_counted_is_noted_and_fails_no_test(project):
+    (project.path / "child.py").write_text(LACKING, encoding="utf-8")
+    project.write("""
+import subprocess
+import sys
+
+
+@pytest.mark.gpumem
+def test_it():
+    kept = torch.ones(5)
+    subprocess.run([sys.executable, "child.py"], check=True)
+
+
+def test_job(gpumem):
+    gpumem.launch([sys.executable, "child.py"])
+""")
+    result = project.run("--junitxml=report.xml", "-rs", separate=True)
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["*SKIPPED*gpumem.launch: *child.py` loads torch, and torch * cannot be counted*"])
+    (note,) = project.verdicts()["test_it"]["verdicts"][0]["measurement"]["notes"]
+    assert note.endswith("allocates memory on the CPU by functions that cannot be counted")
+
+
+@pytest.mark.parametrize("code", ["import torch", "import torch; torch.cuda.is_available(); torch.empty(0)"])
+def test_a_child_that_loads_torch_and_allocates_nothing_is_not_measured(project, code):
+    project.write(f"""
+import subprocess
+import sys
+
+
+@pytest.mark.gpumem
+def test_it():
+    kept = torch.ones(5)
+    subprocess.run([sys.executable, "-c", {code!r}], check=True)
+    killed = subprocess.Popen([sys.executable, "-c", {code!r} + "; print('ready', flush=True); input()"], stdout=-1, stdin=-1)
+    killed.stdout.readline()
+    killed.kill()
+    killed.wait()
+""")
+    figures = project.figures("--junitxml=report.xml", separate=True)
+    assert {key.partition(".")[0] for key in figures["test_it"]} == {"call"}
+    assert project.verdicts()["test_it"]["verdicts"][0]["measurement"]["notes"] == []
+
+
+def test_a_worker_of_a_data_loader_is_not_measured(project):
+    project.write("""
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(1000) * index
+
+
+@pytest.mark.gpumem
+def test_it():
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2):
+        kept = batch + 1
+""")
+    figures = project.figures(separate=True)
+    assert {key.partition(".")[0] for key in figures["test_it"]} == {"call"}
+
+
+def test_forks_of_the_tests_process_count_their_own_allocations(project):
+    project.write("""
+import os
+
+shared = torch.ones(5000)
+
+
+@pytest.mark.gpumem
+def test_it():
+    for number in (1, 2):
+        pid = os.fork()
+        if pid == 0:
+            own = [torch.ones(1000) for _ in range(number)]
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+""")
+    figures = project.figures(separate=True)["test_it"]
+    peaks = {name: figures[f"call: {name}.peak_allocated"] for name in ("fork", "fork 2", "all processes")}
+    assert peaks == {"fork": 4000, "fork 2": 8000, "all processes": 8000}

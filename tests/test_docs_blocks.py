@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -224,7 +227,7 @@ IN_A_TEST = "def test_it(gpumem):\n"
 
 
 @pytest.mark.parametrize("block", FRAGMENTS, ids=lambda one: f"{one}: {one.text.splitlines()[-1].strip()[:30]}")
-def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block):
+def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block, monkeypatch):
     text = block.text
     if text.startswith("gpumem."):
         text = IN_A_TEST + re.sub(r"^", "    ", text, flags=re.MULTILINE)
@@ -239,10 +242,9 @@ def test_python_that_is_no_whole_file_runs_with_what_it_names(project, block):
         assert job.status == 0, job.output
         assert list(project.stored()), job.output
     elif "gpumem.launch" in text:
-        # On a GPU such an example runs a training script; tests/emulated/test_launch.py runs others.
-        result = project.run("-rs")
-        result.assert_outcomes(skipped=1)
-        result.stdout.fnmatch_lines(["*gpumem.launch: only the GPU memory of other processes is measured*"])
+        monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+        project.write("torch.ones(1000)", "train.py")
+        project.run().assert_outcomes(passed=1)
     else:
         result = project.run("--gpumem-update=new", "-k", "not 64 and not 512")
         result.assert_outcomes(**{name: number for name, number in result.parseoutcomes().items() if name != "failed"})

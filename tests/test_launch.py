@@ -23,13 +23,15 @@ def test_it(gpumem):
 """
 
 
-def test_a_cpu_skips_a_launched_job_and_strict_mode_fails_it(project):
+def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPUMEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", "/no/cc")
     project.write(TEST.format(command='["python", "-c", "1"]'))
-    result = project.run("-rs")
-    result.stdout.fnmatch_lines(["*SKIPPED*only the GPU memory of other processes is measured, and this is a CPU*"])
-    strict = project.run("--gpumem-strict")
+    reason = "*the C compiler /no/cc cannot be run: No such file or directory; install /no/cc, or set CC*"
+    project.run("-rs", separate=True).stdout.fnmatch_lines([f"*SKIPPED{reason}"])
+    strict = project.run("--gpumem-strict", separate=True)
     assert strict.ret == 1
-    strict.stdout.fnmatch_lines(["*only the GPU memory of other processes is measured, and this is a CPU*"])
+    strict.stdout.fnmatch_lines([reason])
 
 
 @pytest.mark.parametrize(
@@ -81,15 +83,13 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
         pytest.param(
             job(usage(without_statistics=True)), None, "allocator by one without statistics", id="no statistics"
         ),
-        pytest.param(job(), None, "no process of `run it` reserved memory on a GPU", id="no GPU"),
+        pytest.param(job(), None, "no process of `run it` allocated memory", id="no GPU"),
+        pytest.param(job(usage(devices=())), None, "no process of `run it` allocated memory", id="nothing reserved"),
         pytest.param(
-            job(usage(devices=())), None, "no process of `run it` reserved memory on a GPU", id="nothing reserved"
-        ),
-        pytest.param(
-            job(usage(0)), 2, "ranks=2, but no process with RANK=1 in its environment used a GPU", id="a rank"
+            job(usage(0)), 2, "ranks=2, but no process with RANK=1 in its environment used the device", id="a rank"
         ),
         pytest.param(job(usage()), 2, "no process with RANK=0 or RANK=1 in its environment", id="no ranks"),
-        pytest.param(job(usage(0), usage(1), usage(2)), 2, "ranks=2, but 3 ranks used a GPU", id="too many ranks"),
+        pytest.param(job(usage(0), usage(1), usage(2)), 2, "ranks=2, but 3 ranks used the device", id="too many ranks"),
     ],
 )
 def test_a_job_whose_figures_cannot_be_trusted_is_refused_with_the_reason(finished, ranks, message):
@@ -132,15 +132,29 @@ def test_other_processes_get_variables_unless_the_option_is_off(project, option,
     assert not any(name.startswith("GPUMEM_USAGE") for name in os.environ)
 
 
-def test_a_cpu_counts_no_gpu_memory_of_other_processes():
+def test_in_a_session_for_gpus_a_test_on_the_cpu_counts_no_other_processes():
     window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
     assert figures_of_processes(window, CpuDevice(), {"cpu": 4096}) == JobFigures({}, ())
     (note,) = notes_on_processes(window, CpuDevice())
-    assert note.startswith("not counted: `python train.py` loads torch, and only the GPU memory of other processes")
+    assert note == (
+        "not counted: `python train.py` loads torch, and other processes of this session report only their GPU memory, "
+        "because not all tests are measured on the CPU"
+    )
+
+
+def test_a_process_that_cannot_count_its_memory_is_noted_with_the_reason(monkeypatch):
+    device = CpuDevice()
+    for name, value in device.variables_of_processes().items():
+        monkeypatch.setenv(name, value)
+    window = WindowUsage(importing=("python train.py",), uncounted=(("python train.py", "it has another allocator"),))
+    (note,) = notes_on_processes(window, device)
+    assert note == "not counted: `python train.py` loads torch, and it has another allocator"
 
 
 def test_a_process_that_inherits_the_tests_rank_is_named_without_it(monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    device = SimpleNamespace(torch_device=torch.device("cuda", 0), everywhere=(), lacks={}.get)
+    device = SimpleNamespace(
+        torch_device=torch.device("cuda", 0), everywhere=(), lacks={}.get, variables_of_processes=dict
+    )
     figures = figures_of_processes(WindowUsage((usage(0), usage(1))), device, {})
     assert [process.name for process in figures.processes] == ["train.py", "train.py rank 0"]

@@ -142,7 +142,7 @@ STARTS = """
 import subprocess, sys
 import torch
 
-subprocess.run([sys.executable, "-c", "import torch"], check=True)
+subprocess.run([sys.executable, "-c", "import torch; torch.ones(2500)"], check=True)
 weight = torch.nn.Parameter(torch.ones(1000))
 optimizer = torch.optim.SGD([weight])
 for _ in range(1000 if "steps" in sys.argv else 0):
@@ -152,14 +152,30 @@ for _ in range(1000 if "steps" in sys.argv else 0):
 """
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts other processes' memory on the CPU")
+@pytest.mark.parametrize(("words", "name"), [(["steps"], "loop"), ([], "script")], ids=["steps", "no step"])
+def test_a_process_that_a_script_starts_on_the_cpu_is_measured(project, words, name):
+    (project.path / "train.py").write_text(STARTS, encoding="utf-8")
+    options = ("--gpumem-device=cpu", "--no-gpumem-time", "--gpumem-report=report.json")
+    result = project.gpumem("run", "train.py", *options, "--", *words)
+    assert result.returncode == 0, result.stdout
+    results = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
+    measured = [part["measurement"] for result in results for part in result["verdict"]["verdicts"]]
+    peaks = {part["name"]: part["metrics"]["peak_allocated"] for part in measured}
+    assert peaks[f"{name}: -c"] == 10_000, peaks
+    assert peaks[f"{name}: all processes"] == 10_000 + peaks.get(name, 4_000)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows other processes' commands")
 @pytest.mark.parametrize(("words", "status"), [(["steps"], 0), ([], 1)], ids=["steps", "no step"])
-def test_a_process_that_a_script_starts_on_the_cpu_is_told_as_not_counted(project, words, status):
+def test_without_a_compiler_a_process_of_a_script_on_the_cpu_is_not_counted(project, monkeypatch, words, status):
+    monkeypatch.setenv("GPUMEM_CACHE", str(project.path / "cache"))
+    monkeypatch.setenv("CC", "/no/cc")
     (project.path / "train.py").write_text(STARTS, encoding="utf-8")
     result = project.gpumem("run", "train.py", "--gpumem-device=cpu", "--no-gpumem-time", "--", *words)
     assert result.returncode == status, result.stdout
-    note = "not counted: `{} -c import torch` loads torch, and only the GPU memory of other processes is measured, and this is"
-    assert note.format(sys.executable) in result.stdout
+    note = "not counted: `{} -c 'import torch; torch.ones(2500)'` loads torch, and the C compiler /no/cc cannot be run"
+    assert note.format(sys.executable).replace("'", "") in result.stdout.replace("'", "")
 
 
 def test_without_the_device_a_script_is_not_run_and_the_command_fails(script):

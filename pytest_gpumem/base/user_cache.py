@@ -17,7 +17,7 @@ from pytest_gpumem.base.errors import CacheError
 from pytest_gpumem.base.open_folder import open_folder, private_folder
 from pytest_gpumem.base.variables import CACHE
 
-_FOLDERS = ("bisections", "emulation", "environments", "torchinductor")
+_FOLDERS = ("bisections", "counter", "emulation", "environments", "torchinductor")
 """The names of the folders in the cache."""
 
 

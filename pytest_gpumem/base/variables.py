@@ -6,8 +6,9 @@ Variables between this package's own processes are defined in the modules that s
 from __future__ import annotations
 
 CACHE = "GPUMEM_CACHE"
-"""Folder for this package's cached files: libraries for emulation, environments for ``gpumem ab``, bisections and compiled
-kernels. The default is ``pytest-gpumem`` in the user's cache folder (``~/.cache`` on Linux)."""
+"""Folder for this package's cached files: libraries for emulation, the counter of other processes' memory on the CPU,
+environments for ``gpumem ab``, bisections and compiled kernels. The default is ``pytest-gpumem`` in the user's cache folder
+(``~/.cache`` on Linux)."""
 EMULATED = "GPUMEM_EMULATED"
 """The emulated GPU, for example ``emulated:h100``. A session with an emulated GPU sets this variable for itself and all
 processes that it starts. The session also sets ``GPUMEM_EMULATED_GPU`` to the card's figures, so processes in other folders
@@ -32,8 +33,9 @@ EMULATED_ADDRESSES = "GPUMEM_EMULATED_ADDRESSES"
 """With ``ascending``, an emulated GPU reserves addresses from low to high, as in sandboxes such as gVisor. By default, the
 order is from high to low, as on ordinary Linux. Up to torch 2.11, the order changes peaks by less than one percent."""
 COMPILER = "CC"
-"""C compiler for the libraries of the emulated GPU. The value may have several words, as in ``ccache gcc``. The default is
-the first of ``cc``, ``gcc`` and ``clang``. The libraries are compiled once for each release of torch."""
+"""C compiler for the libraries of the emulated GPU, and for the counter of other processes' memory on the CPU. The value may
+have several words, as in ``ccache gcc``. The default is the first of ``cc``, ``gcc`` and ``clang``. The libraries are compiled
+once for each release of torch, and the counter once."""
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The GPUs visible to a process. If there are several, and the session has an option of this plugin or a ``[tool.gpumem]``
 table, this plugin assigns one GPU to each pytest-xdist worker before CUDA starts: ``gw0`` gets the first GPU, ``gw1`` the

@@ -273,12 +273,13 @@ class Gpumem:
         name: str | None = None,
         explain: bool | None = None,
     ) -> Launched:
-        """Run a command, wait for its end, and measure the GPU memory of each process that it starts.
+        """Run a command, wait for its end, and measure the memory of each process that it starts.
 
         The command may start further processes, for example by ``torchrun``, ``accelerate launch``, `subprocess` or
         `multiprocessing`. Each process with torch that inherits the environment writes its own figures: `peak_allocated` is
         ``torch.cuda.max_memory_allocated()`` and `peak_reserved` is ``torch.cuda.max_memory_reserved()`` from its start to
-        its end, even if it resets these peaks. Memory outside torch's allocator, such as a CUDA context, does not count.
+        its end, even if it resets these peaks. Memory outside torch's allocator, such as a CUDA context, does not count. On
+        the CPU, `peak_allocated` is the most bytes in tensors, and needs Linux and a C compiler.
 
         The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
         1``. A process is called after its program, with ``RANK`` from its environment or a number if several processes run

@@ -269,7 +269,7 @@ if way == "killed, fails":
 REASONS = {
     "killed": r"was killed before it could report its memory\. Its peak was at least 4\.19 MB, and may have been larger; end",
     "killed at once": "was killed before it could report its memory",
-    "stopped": "did not report its GPU memory within 10 seconds, so its memory is not known",
+    "stopped": "did not report its memory within 10 seconds, so its memory is not known",
     "not seen": "and no process that reports used a GPU; not seen: `.*` loads torch or CUDA, and does not report its memory",
 }
 

@@ -88,3 +88,23 @@ def test_a_folder_is_ours_only_if_this_user_has_made_it(tmp_path, monkeypatch):
     assert not is_own(tmp_path / "file")
     monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
     assert not is_own(tmp_path)
+
+
+TERMINATES_A_FORK = """
+pid = os.fork()
+if pid == 0:
+    print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, flush=True)
+    signal.signal(signal.SIGTERM, lambda *arguments: os._exit(5))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(5)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+time.sleep(1)
+print("goes on", flush=True)
+"""
+
+
+def test_a_signal_to_a_fork_does_not_end_its_parent():
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + TERMINATES_A_FORK], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split("\n")[:3] == ["True", "5", "goes on"]

@@ -18,8 +18,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
+    from pathlib import Path
     from types import ModuleType
 
+    from pytest_gpumem.emulating.emulated_process.kept_peaks import Statistics
     from pytest_gpumem.emulating.emulation.gpus import Gpu
 
 
@@ -37,6 +39,11 @@ LIVE = "GPUMEM_USAGE_LIVE"
 """Environment variable with a number of seconds. A process with `USAGE` writes its usage at this interval, and at its end.
 
 So a killed process leaves its last figures.
+"""
+COUNTER = "GPUMEM_USAGE_COUNTER"
+"""Environment variable with the path of a library that counts torch's allocations on the CPU.
+
+If it is set, a process with `LIVE` reports its memory on the CPU instead of its GPU memory.
 """
 FORK = "GPUMEM_USAGE_FORK"
 """Set for a fork of a test's process, because its command says how the tests were started, and not what the fork does."""
@@ -88,7 +95,9 @@ class _BeforeTorch(TorchFinder):
         super().__init__()
         self.word = word
         # A test session sets variables for its children later, and does not report to itself.
-        self._variables = {name: variables[name] for name in (PEAKS, USAGE, LIVE, STEPS, FORK) if name in variables}
+        self._variables = {
+            name: variables[name] for name in (PEAKS, USAGE, LIVE, STEPS, FORK, COUNTER) if name in variables
+        }
         self._at_exit: list[Callable[[], None]] = []
         # Exit functions run in reverse order, so these functions run after all functions of the program.
         atexit.register(self._run_at_exit)
@@ -133,10 +142,10 @@ def install(word: str | None) -> None:
 
 
 def record_fork(variables: Mapping[str, str]) -> None:
-    """In a fork of a process that does not record itself, record the usage as soon as the fork uses CUDA.
+    """In a fork of a process that does not record itself, record the usage as soon as the fork uses the device.
 
     Args:
-        variables: `USAGE` and `LIVE`.
+        variables: `USAGE`, `LIVE` and `COUNTER`.
     """
     variables = {**variables, FORK: "1"}
     if "torch" not in sys.modules:
@@ -177,29 +186,67 @@ def record_if_told_to(
         at_exit(end)
         endings.append(end)
 
-    def record() -> None:
+    def record(source: Statistics | None = None) -> None:
         from pytest_gpumem.emulating.emulated_process.usage_recorder import record_usage
 
         steps = variables.get(STEPS)
         command = ("python", "fork") if variables.get(FORK) else tuple(sys.orig_argv)
         interval = float(seconds) if seconds else None
         has_sigterm = _end_at_sigterm(endings) if seconds else None
-        record_usage(Path(folder), also_at_sigterm, int(steps) if steps else None, interval, command, has_sigterm)
+        record_usage(
+            Path(folder), also_at_sigterm, int(steps) if steps else None, interval, command, has_sigterm, source
+        )
 
-    def record_or_be_unseen() -> None:
+    def record_or_be_unseen(source: Statistics | None = None) -> None:
         try:
-            record()
-        except Exception:  # noqa: BLE001 -- an error here must not fail the program's first use of CUDA
+            record(source)
+        except Exception:  # noqa: BLE001 -- an error here must not fail the program's first use of the device
             (Path(folder) / f"{os.getpid()}{SEEN}").unlink(missing_ok=True)
 
     if seconds:
         from pytest_gpumem.emulating.emulated_process.usage import SEEN, mark_as_reporting
-        from pytest_gpumem.torch_support.private_api.allocator import when_cuda_begins
 
         mark_as_reporting(Path(folder))
-        when_cuda_begins(record_or_be_unseen)  # a process without CUDA does not load the recorder
+        # A process without CUDA, or without tensors on the CPU, does not load the recorder.
+        if counter := variables.get(COUNTER):
+            _count_on_cpu(Path(folder), counter, at_exit, record_or_be_unseen)
+        else:
+            from pytest_gpumem.torch_support.private_api.allocator import when_cuda_begins
+
+            when_cuda_begins(record_or_be_unseen)
     else:
         record()
+
+
+def _count_on_cpu(
+    folder: Path, library: str, at_exit: Callable[[Callable[[], None]], object], record: Callable[[Statistics], None]
+) -> None:
+    """Count this process's allocations on the CPU, and call ``record`` at the first one. Processes that cannot count say so."""
+    from pytest_gpumem.base.errors import MeasuringError
+    from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
+    from pytest_gpumem.emulating.emulated_process.usage import mark_as_uncounted
+
+    try:
+        counting = CpuStatistics(library)
+    except MeasuringError as error:
+        mark_as_uncounted(folder, str(error))
+        return
+
+    def record_unless_worker() -> None:
+        if not _is_worker_of_data_loader():
+            record(counting)
+
+    at_exit(counting.stop_calls)
+    counting.when_it_begins(record_unless_worker)
+
+
+def _is_worker_of_data_loader() -> bool:
+    """Return whether this process prepares batches for another process.
+
+    Its memory is not counted on the CPU, because chance decides how many batches it has prepared at a time.
+    """
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and data.get_worker_info() is not None
 
 
 def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool] | None:
@@ -238,6 +285,9 @@ def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]
         signal.set_wakeup_fd(previous)
         return None
 
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: _undo_in_fork(end_and_die, writing))
+
     def has_come() -> bool:
         try:
             numbers = os.read(reading, 4096)
@@ -246,6 +296,22 @@ def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]
         return signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is end_and_die
 
     return has_come
+
+
+def _undo_in_fork(handler: Callable[..., None], writing: int) -> None:
+    """In a fork, remove the handler and the pipe. Otherwise a signal to the fork would end its parent through the pipe.
+
+    Args:
+        handler: The handler of SIGTERM.
+        writing: The pipe's end into which Python writes the numbers of signals.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGTERM) is handler:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    current = signal.set_wakeup_fd(-1)
+    if current not in (-1, writing):
+        signal.set_wakeup_fd(current)  # the program's own
 
 
 def _wait_for_autograd() -> None:

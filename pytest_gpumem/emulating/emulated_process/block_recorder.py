@@ -1,4 +1,4 @@
-"""Record a process's allocations by CUDA's history, and find the blocks at the peak and those that stay.
+"""Record a process's allocations by its allocator's history, and find the blocks at the peak and those that stay.
 
 The history has Python and C++ frames for each allocation, and `running_modules` adds the module. After the window, modules,
 optimizers and tensors that still refer to a block give its category, dtype and shape. All code here leaves the program's
@@ -12,7 +12,7 @@ from collections import defaultdict
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,6 +27,7 @@ from pytest_gpumem.torch_support.private_api.allocator import (
     cuda_frees,
     cuda_history_is_on,
     cuda_snapshot,
+    note_on_allocations,
     start_cuda_history,
     stop_cuda_history,
 )
@@ -47,7 +48,8 @@ from pytest_gpumem.torch_support.static_access import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulating.emulated_process.usage import Frame
 
@@ -71,28 +73,96 @@ class Owner(NamedTuple):
 _WORKSPACE = Owner("workspace")
 
 
+class History(Protocol):
+    """The history of an allocator: torch's for CUDA (`CudaHistory`), or for the CPU (`CpuStatistics`)."""
+
+    device_type: str
+
+    def lacking_history(self) -> str | None:
+        """Return the reason why this history cannot be recorded; ``None`` if it can."""
+
+    def start_history(self) -> None:
+        """Start to record each allocation with its Python frames, and each free."""
+
+    def stop_history(self) -> None:
+        """Stop recording, and delete the history."""
+
+    def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
+        """Within the context, call a function before the program starts or stops the history itself."""
+
+    def note_on_allocations(self, text: str) -> None:
+        """Let the history show a text as ``user_metadata`` at each further allocation in this thread."""
+
+    def frees(self) -> Sequence[int]:
+        """Return the number of frees so far on each device."""
+
+    def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
+        """Return each device's entries as in torch's snapshots, and the live blocks' bytes by device and address.
+
+        If the history has no room for all entries, return a clause that says so.
+        """
+
+
+class CudaHistory:
+    """The history of torch's CUDA allocator."""
+
+    device_type = "cuda"
+
+    def lacking_history(self) -> str | None:
+        return _lacking()
+
+    def start_history(self) -> None:
+        start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
+
+    def stop_history(self) -> None:
+        stop_cuda_history()
+
+    def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
+        return before_history_changes(call)
+
+    def note_on_allocations(self, text: str) -> None:
+        note_on_allocations(text)
+
+    def frees(self) -> Sequence[int]:
+        return [cuda_frees(device) for device in range(torch.cuda.device_count())]
+
+    def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
+        snapshot = cuda_snapshot()
+        traces = snapshot["device_traces"]
+        if max(map(len, traces), default=0) >= MOST_ENTRIES:
+            return f"the history has no room for more than {MOST_ENTRIES:,} entries"
+        active: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        for segment in snapshot["segments"]:
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    active[segment["device"]][block["address"]] = block["requested_size"]
+        return traces, active
+
+
 class BlockRecorder:
     """Records this process's allocations."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History | None = None) -> None:
+        """Begin without a recording. ``history`` is by default a new `CudaHistory`."""
+        self._history: History = history or CudaHistory()
         self.failure: str | None = None
         """The reason why the current window's allocations are not recorded; ``None`` if they are recorded."""
         self._recording: ExitStack | None = None
-        self._modules = RunningModules()
+        self._modules = RunningModules(self._history.note_on_allocations)
 
     def begin(self) -> None:
         """Begin a new recording, unless the program records its history itself."""
         self.end()
         try:
-            self.failure = _lacking()
+            self.failure = self._history.lacking_history()
             if self.failure is None:
                 with ExitStack() as stack:
-                    start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
-                    stack.callback(stop_cuda_history)
+                    self._history.start_history()
+                    stack.callback(self._history.stop_history)
                     self._modules.watch()
                     stack.callback(self._modules.unwatch)
                     # Last, because this context must not see our own calls.
-                    stack.enter_context(before_history_changes(self._give_way))
+                    stack.enter_context(self._history.before_history_changes(self._give_way))
                     self._recording = stack.pop_all()
         except Exception as error:  # noqa: BLE001 -- the program must go on
             self.failure = _text_of(error)
@@ -125,29 +195,26 @@ class BlockRecorder:
             return {}
 
     def _recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool) -> Mapping[int, Recorded]:
-        frees = _frees()
-        snapshot = cuda_snapshot()
-        traces = snapshot["device_traces"]
-        if max(map(len, traces), default=0) >= MOST_ENTRIES:
-            self.failure = f"the history has no room for more than {MOST_ENTRIES:,} entries"
+        frees = self._history.frees()
+        history = self._history.history()
+        if isinstance(history, str):
+            self.failure = history
             return {}
-        active: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        for segment in snapshot["segments"]:
-            for block in segment["blocks"]:
-                if block["state"] != "inactive":
-                    active[segment["device"]][block["address"]] = block["requested_size"]
+        traces, active = history
         models = _models()
         paths = module_paths(models)
-        owners = _Owners(active)
+        owners = _Owners(active, self._history.device_type)
         owners.add_all(models, paths)
         of_workspaces = {device: workspaces.get(device, Workspaces()).addresses for device in range(len(traces))}
         retained = {device: retained_in(trace, of_workspaces[device]) for device, trace in enumerate(traces)}
-        holders = retained_holders(retained, frees) if with_holders else {}
+        holders: Mapping[int, Mapping[int, str]] = {}
+        if with_holders:
+            holders = retained_holders(retained, lambda: self._history.frees() == frees)
         return {
             device: replace(
                 recorded_blocks(
                     trace,
-                    active[device],
+                    active.get(device, {}),
                     owners.on_gpu[device],
                     lambda note: self._modules.path(note, paths),
                     of_workspaces[device],
@@ -166,17 +233,14 @@ def _lacking() -> str | None:
     return _BY_PROGRAM if cuda_history_is_on() else None
 
 
-def _frees() -> list[int]:
-    """Return the number of frees so far on each GPU."""
-    return [cuda_frees(device) for device in range(torch.cuda.device_count())]
-
-
-def retained_holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) -> dict[int, dict[int, str]]:
+def retained_holders(
+    blocks: Mapping[int, Mapping[int, int]], are_live: Callable[[], bool]
+) -> dict[int, dict[int, str]]:
     """Return the path to each block's holder, by GPU and address. Empty if a path might be wrong or would take long to find.
 
     Args:
         blocks: The bytes of each block, by GPU and address.
-        frees: The number of frees on each GPU when these blocks were live.
+        are_live: Returns whether all blocks are still live.
     """
     # Freezing hides objects, and would have to be undone and repeated to see them. The program would keep new garbage.
     if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
@@ -184,7 +248,7 @@ def retained_holders(blocks: Mapping[int, Mapping[int, int]], frees: list[int]) 
     with suppress(Exception):  # other threads change the program's objects meanwhile
         holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
         # After a free in another thread, a block may be gone, and its address may belong to another tensor.
-        return holders if _frees() == frees else {}
+        return holders if are_live() else {}
     return {}
 
 
@@ -321,11 +385,13 @@ class _Owners:
     """The live tensors, by GPU and by memory address.
 
     Args:
-        active: The live blocks' bytes by GPU and address.
+        active: The live blocks' bytes by device and address.
+        device_type: ``cuda`` or ``cpu``.
     """
 
-    def __init__(self, active: Mapping[int, Mapping[int, int]]) -> None:
+    def __init__(self, active: Mapping[int, Mapping[int, int]], device_type: str = "cuda") -> None:
         self._active = active
+        self._device_type = device_type
         self.on_gpu: defaultdict[int, dict[int, Owner]] = defaultdict(dict)
 
     def add(self, tensors: Iterable[torch.Tensor], category: str, module: str = "") -> None:
@@ -337,12 +403,13 @@ class _Owners:
 
     def _add(self, tensor: torch.Tensor, category: str, module: str) -> None:
         gpu = tensor_property(tensor, "device")
-        blocks = self._active.get(gpu.index, {}) if gpu.type == "cuda" else {}
+        index = gpu.index or 0  # the CPU has no index
+        blocks = self._active.get(index, {}) if gpu.type == self._device_type else {}
         address = data_address(tensor) if blocks else 0
         if address in blocks:
             is_whole = dense_bytes(tensor) == blocks[address]
             owner = Owner(category, module, tensor_text(*dtype_and_shape(tensor)) if is_whole else "")
-            on_gpu = self.on_gpu[gpu.index]
+            on_gpu = self.on_gpu[index]
             on_gpu[address] = _joined(on_gpu[address], owner) if address in on_gpu else owner
 
     def add_all(self, models: Iterable[torch.nn.Module], paths: Mapping[int, str]) -> None:

@@ -1,4 +1,4 @@
-"""A process's peaks of GPU memory, also after the program has reset torch's peaks."""
+"""A process's peaks of memory, also after the program has reset torch's peaks, and the statistics of torch's CUDA allocator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import os
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
+from pytest_gpumem.emulating.emulated_process.usage import among_all
+from pytest_gpumem.emulating.emulated_process.workspaces import workspaces
 from pytest_gpumem.torch_support.reset_guard import before_each_reset
 from pytest_gpumem.torch_support.unseen_reset import UnseenResets
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from pytest_gpumem.emulating.emulated_process.block_recorder import History
+    from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 
 _NONE = {"all": {"peak": 0, "current": 0}}
 """A statistic that an allocator lacks."""
@@ -21,13 +32,94 @@ def keeps_statistics() -> bool:
     return torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
+class Statistics(Protocol):
+    """The statistics of an allocator: torch's for CUDA (`CudaStatistics`), or for the CPU (`cpu_statistics`)."""
+
+    device_type: str
+    """``cuda`` or ``cpu``."""
+
+    @property
+    def own_history(self) -> History | None:
+        """The history of the allocator; ``None`` for torch's history of CUDA."""
+
+    @property
+    def is_kept(self) -> bool:
+        """False if a program's own allocator keeps no statistics."""
+
+    def devices(self) -> range:
+        """Return the devices' indices in this process."""
+
+    def statistics(self, device: int) -> Mapping[str, Any]:
+        """Return the statistics since the last reset, in the form of ``torch.cuda.memory_stats_as_nested_dict``."""
+
+    def reset(self, device: int) -> None:
+        """Begin a new peak."""
+
+    def begin(self, before_reset: Callable[[], None]) -> AbstractContextManager[object]:
+        """Begin to be used. Within the context, call a function before the program resets the peaks."""
+
+    def used(self, reserved: Mapping[int, int]) -> list[int]:
+        """Return the devices on which this process used memory. ``reserved`` are the peaks of reserved bytes."""
+
+    def index_in_machine(self, device: int) -> int:
+        """Return a device's index among all devices of the machine."""
+
+    def retries(self, device: int) -> int:
+        """Return the number of times that the allocator released its cached memory and tried again."""
+
+    def workspaces(self) -> dict[int, Workspaces]:
+        """Return the workspaces that exist because threads ran at the same time, by device."""
+
+
+class CudaStatistics:
+    """The statistics of torch's CUDA allocator in this process."""
+
+    device_type = "cuda"
+    own_history = None
+
+    def __init__(self) -> None:
+        self._resets = UnseenResets()
+        self._visible: str | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        return keeps_statistics()
+
+    def devices(self) -> range:
+        return range(torch.cuda.device_count())
+
+    def statistics(self, device: int) -> Mapping[str, Any]:
+        return self._resets.statistics(device)
+
+    def reset(self, device: int) -> None:
+        self._resets.reset(device)
+
+    def begin(self, before_reset: Callable[[], None]) -> AbstractContextManager[object]:
+        # The variable counts as it was when CUDA began, because torch read it then.
+        self._visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+        return before_each_reset(before_reset, "cuda")
+
+    def used(self, reserved: Mapping[int, int]) -> list[int]:
+        return sorted(device for device, nbytes in reserved.items() if nbytes)
+
+    def index_in_machine(self, device: int) -> int:
+        return among_all(device, self._visible)
+
+    def retries(self, device: int) -> int:
+        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+
+    def workspaces(self) -> dict[int, Workspaces]:
+        return workspaces()
+
+
 class KeptPeaks:
-    """This process's peaks in bytes, by GPU index. They remain correct if the program resets torch's peaks.
+    """This process's peaks in bytes, by device index. They remain correct if the program resets torch's peaks.
 
     If the allocator keeps no statistics, there are no peaks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: Statistics | None = None) -> None:
+        """Begin without peaks. ``source`` is by default a new `CudaStatistics`."""
         self.allocated: Counter[int] = Counter()
         self.reserved: Counter[int] = Counter()
         self.requested: Counter[int] = Counter()
@@ -37,22 +129,22 @@ class KeptPeaks:
             os.register_at_fork(after_in_child=self._renew_lock)
         # This context is never closed, so resets are noticed until the process ends.
         self._entered = ExitStack()
-        self._resets = UnseenResets()
+        self._source: Statistics = source or CudaStatistics()
 
     def _renew_lock(self) -> None:
         self.lock = threading.RLock()
 
     def begin(self) -> None:
         """From now on, call `take` before each reset of torch's peaks."""
-        self._entered.enter_context(before_each_reset(self.take, "cuda"))
+        self._entered.enter_context(self._source.begin(self.take))
 
     def take(self) -> None:
         """Read torch's peaks since their last reset, and update this object's peaks."""
-        if not keeps_statistics():
+        if not self._source.is_kept:
             return
         with self.lock:
-            for device in range(torch.cuda.device_count()):
-                statistics = self._resets.statistics(device)
+            for device in self._source.devices():
+                statistics = self._source.statistics(device)
                 for peaks, name in self._by_name():
                     peaks[device] = max(peaks[device], statistics.get(f"{name}_bytes", _NONE)["all"]["peak"])
 
@@ -61,18 +153,18 @@ class KeptPeaks:
         with self.lock:
             for peaks, _ in self._by_name():
                 peaks.clear()
-            if keeps_statistics():
-                for device in range(torch.cuda.device_count()):
-                    self._resets.reset(device)
+            if self._source.is_kept:
+                for device in self._source.devices():
+                    self._source.reset(device)
             self.take()
 
     def allocations(self, device: int) -> int:
-        """Return the number of allocations on a GPU so far."""
-        return int(self._resets.statistics(device)["allocation"]["all"]["allocated"])
+        """Return the number of allocations on a device so far."""
+        return int(self._source.statistics(device)["allocation"]["all"]["allocated"])
 
     def live(self, device: int) -> int:
-        """Return the requested bytes in a GPU's tensors; the allocated bytes if the allocator does not count requested ones."""
-        statistics = self._resets.statistics(device)
+        """Return the requested bytes in a device's tensors; the allocated bytes if the allocator counts no requested bytes."""
+        statistics = self._source.statistics(device)
         requested, allocated, active = (
             int(statistics.get(f"{name}_bytes", _NONE)["all"]["current"])
             for name in ("requested", "allocated", "active")

@@ -24,7 +24,7 @@ from pytest_gpumem.torch_support.private_api.compiler import before_compiling, m
 from pytest_gpumem.torch_support.static_access import displayed_path, is_a, named_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class _Module(NamedTuple):
@@ -44,7 +44,13 @@ class _Running(NamedTuple):
 class RunningModules:
     """Notes the running module at each allocation, in each thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], None] | None = None) -> None:
+        """Begin without modules.
+
+        Args:
+            note: Lets the allocator's history show a text at each further allocation in this thread; by default, that of CUDA.
+        """
+        self._note_on_allocations = note or note_on_allocations
         self._numbers = itertools.count()
         self._watching = ExitStack()
         self._forget()
@@ -93,7 +99,7 @@ class RunningModules:
 
     def _before_compiling(self) -> None:
         self.unwatch()
-        note_on_allocations("")
+        self._note_on_allocations("")
         caller = threading.get_ident()
         if any(stack for thread, stack in list(self._stacks.items()) if thread != caller):
             # The other threads keep their last note, which would be wrong when their modules end.
@@ -110,7 +116,7 @@ class RunningModules:
                     modules.append(weakref.ref(module))
             note = self._note(module, paths[id(module)])
             stack.append(_Running(id(module), note, paths))
-            note_on_allocations(note)
+            self._note_on_allocations(note)
 
     def _ends(self, module: torch.nn.Module, _inputs: object, _result: object) -> None:
         with suppress(Exception):
@@ -118,7 +124,7 @@ class RunningModules:
             if any(running.module_id == id(module) for running in stack):
                 while stack.pop().module_id != id(module):
                     pass
-            note_on_allocations(stack[-1].note if stack else "")
+            self._note_on_allocations(stack[-1].note if stack else "")
 
     def _note(self, module: torch.nn.Module, path: str) -> str:
         noted = self._by_id.get(id(module))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import stat
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 SEEN = ".seen"
 """Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``,
 followed by the start of its stack."""
+
+UNCOUNTED = ".uncounted"
+"""Suffix for a file beside the usages. A process that cannot count its memory on the CPU writes its command and the reason."""
 
 RECORD = "record"
 """Name of a file beside the usages. While it exists, processes record their allocations."""
@@ -199,6 +204,18 @@ def mark_as_reporting(folder: Path) -> None:
     mark()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=mark)
+
+
+def mark_as_uncounted(folder: Path, reason: str) -> None:
+    """Write the reason why this process cannot count its memory on the CPU into a file in the folder."""
+    with suppress(OSError):
+        (folder / f"{os.getpid()}{UNCOUNTED}").write_text(f"{shlex.join(sys.orig_argv)}\n{reason}", encoding="utf-8")
+
+
+def uncounted_in(folder: Path) -> dict[Path, tuple[str, str]]:
+    """Return the command of each process that cannot count its memory, and the reason, by the file from it."""
+    texts = {path: path.read_text(encoding="utf-8") for path in folder.glob(f"*{UNCOUNTED}")}
+    return {path: (text.partition("\n")[0], text.partition("\n")[2]) for path, text in texts.items()}
 
 
 def mark_in(content: bytes) -> tuple[bytes, bytes]:

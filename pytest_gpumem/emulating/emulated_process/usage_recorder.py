@@ -20,22 +20,20 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
-from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulating.emulated_process.kept_peaks import CudaStatistics, KeptPeaks
 from pytest_gpumem.emulating.emulated_process.usage import (
     RECORD,
     DeviceUsage,
     OutOfMemory,
     ProcessIdentity,
     ProcessUsage,
-    among_all,
     is_own,
     no_kernels,
     write_usage,
 )
 from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
-from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces, workspaces
+from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 from pytest_gpumem.torch_support.private_api.allocator import (
     expandable_segments_are_on,
     observe_out_of_memory,
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+    from pytest_gpumem.emulating.emulated_process.kept_peaks import Statistics
     from pytest_gpumem.emulating.emulated_process.usage import Recorded
 
 _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
@@ -62,8 +61,9 @@ def record_usage(
     seconds: float | None = None,
     command: tuple[str, ...] = tuple(sys.orig_argv),
     has_sigterm: Callable[[], bool] | None = None,
+    source: Statistics | None = None,
 ) -> None:
-    """Record this process's GPU memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
+    """Record this process's memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
 
     Args:
         folder: The folder into which the usage is written.
@@ -72,8 +72,9 @@ def record_usage(
         seconds: The interval between two looks at the usage in a measured job. ``None`` outside jobs.
         command: The process's command.
         has_sigterm: Returns whether SIGTERM has come, although the main thread may not have noticed.
+        source: The statistics of the allocator. By default, those of torch's CUDA allocator.
     """
-    recorder = _Recorder(folder, seconds, command, has_sigterm)
+    recorder = _Recorder(folder, seconds, command, has_sigterm, source)
     at_exit(recorder.end)
     if seconds is None:
         when_cuda_begins(recorder.begin)
@@ -90,15 +91,16 @@ class _Recorder:
         seconds: float | None,
         command: tuple[str, ...],
         has_sigterm: Callable[[], bool] | None = None,
+        source: Statistics | None = None,
     ) -> None:
         self._folder = folder
+        self._source: Statistics = source or CudaStatistics()
         self._has_sigterm = has_sigterm
         self._command = command
         self._seconds = seconds
-        self._visible: str | None = None
         self._process: int | None = None
         self._began = 0
-        self._peaks = KeptPeaks()
+        self._peaks = KeptPeaks(self._source)
         self._times = 0
         self._ran_out: OutOfMemory | None = None
         self._imported: dict[str, None] = {}
@@ -114,12 +116,11 @@ class _Recorder:
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
-        self._visible = os.environ.get(CUDA_VISIBLE_DEVICES)
         self._imported = dict.fromkeys(_installed())
         self._record_blocks()
-        self._write(None)
         self._peaks.begin()
-        if keeps_statistics():
+        self._write(None)
+        if self._source.device_type == "cuda" and self._source.is_kept:
             observe_out_of_memory(self._out_of_memory)
             self._backward = BackwardWatch()
         os._exit = self._ending(os._exit)
@@ -167,7 +168,7 @@ class _Recorder:
         with self._peaks.lock:
             if self._ended:
                 return None
-            self._workspaces = workspaces()
+            self._workspaces = self._source.workspaces()
             usage = replace(self._usage(None, with_blocks=True), imported=())
             self._record_blocks()
             self._window, self._times = window, 0
@@ -185,7 +186,7 @@ class _Recorder:
         if (self._folder / RECORD).exists():
             from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
 
-            self._blocks = self._blocks or BlockRecorder()
+            self._blocks = self._blocks or BlockRecorder(self._source.own_history)
             self._blocks.begin()
 
     def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
@@ -202,7 +203,7 @@ class _Recorder:
                 with suppress(Exception):
                     without_tensor = self._backward.bytes_without_tensor(device, allocated)
             self._ran_out = OutOfMemory(
-                self._number(device), requested, allocated, reserved, _programs_line(), without_tensor
+                self._source.index_in_machine(device), requested, allocated, reserved, _programs_line(), without_tensor
             )
             self._write(None)
 
@@ -237,7 +238,7 @@ class _Recorder:
             ran_out=self._ran_out,
             # This asks for a snapshot of all blocks, which takes long. A measured job does not need it.
             expandable=self._seconds is None and bool(used) and expandable_segments_are_on(),
-            without_statistics=not keeps_statistics(),
+            without_statistics=not self._source.is_kept,
             imported=tuple(self._imported),
             process=process_identity(self._command),
             window=self._window,
@@ -247,23 +248,18 @@ class _Recorder:
         )
 
     def _used(self) -> list[int]:
-        return sorted(device for device, reserved in self._peaks.reserved.items() if reserved)
-
-    def _number(self, device: int) -> int:
-        """Return a GPU's index among all GPUs. The variable counts as it was when CUDA began, because torch read it then."""
-        return among_all(device, self._visible)
+        return self._source.used(self._peaks.reserved)
 
     def _of_device(self, device: int, recorded: Recorded | None) -> DeviceUsage:
-        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
         live_before, earlier_allocations = self._before.get(device, (0, 0))
         allocations = self._peaks.allocations(device)
         if not allocations:  # cudaMallocAsync counts none
             allocations = int(self._peaks.allocated[device] > live_before)
         return DeviceUsage(
-            self._number(device),
+            self._source.index_in_machine(device),
             self._peaks.allocated[device],
             self._peaks.reserved[device],
-            retries,
+            self._source.retries(device),
             self._peaks.requested[device] - self._workspaces.get(device, Workspaces()).by_chance,
             self._live(device),
             live_before,

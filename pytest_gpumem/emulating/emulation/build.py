@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import shlex
 import shutil
-import subprocess
-import tempfile
 from importlib.resources import files
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.base.errors import CacheError, EmulationError, NotElf
 from pytest_gpumem.base.user_cache import cache_root, check_private_folder, make_private_folder
-from pytest_gpumem.base.variables import CACHE, COMPILER
+from pytest_gpumem.emulating.emulation.compiler import C_OPTIONS, SHARED_OPTIONS, fill, find_compiler, run_compiler
 from pytest_gpumem.emulating.emulation.elf import read_needs
 from pytest_gpumem.emulating.emulation.libraries import ALWAYS, DRIVER, LIBRARIES, library_of, stubs, version_script
 from pytest_gpumem.emulating.emulation.neighbours import Needs, needed_beside
@@ -22,6 +17,7 @@ from pytest_gpumem.emulating.emulation.torch_build import needs_of_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from pytest_gpumem.emulating.emulation.libraries import Library
     from pytest_gpumem.emulating.emulation.torch_build import TorchBuild
@@ -32,8 +28,6 @@ LINKED = "libcuda.so"
 """A second file name for the driver's stand-in, under which older releases of Triton link to it."""
 PLANNER = "cudnn_planner"
 """The name of the program in which the real cuDNN plans convolutions."""
-_C = ("-std=gnu11", "-O2", "-w")
-_FLAGS = (*_C, "-fPIC", "-shared", "-fvisibility=default", "-fexceptions")
 
 
 class _LibraryFunctions(NamedTuple):
@@ -58,7 +52,8 @@ def stand_ins(torch: TorchBuild) -> tuple[Path, ...]:
         beside = needed_beside(torch.libraries.parents[1], cache)
         folder = cache / f"torch-{torch.version}-{_key(torch, beside)}"
         if not folder.is_dir():
-            _build_into(folder, torch, beside)
+            compiler = find_compiler("an emulated GPU needs a compiler once for each release of torch")
+            fill(folder, "the emulated GPU's libraries", lambda draft: _compile_all(compiler, torch, beside, draft))
         check_private_folder(folder)
     except CacheError as error:
         raise EmulationError(f"the emulated GPU's libraries cannot be cached: {error}") from None
@@ -87,56 +82,6 @@ def _key(torch: TorchBuild, beside: Needs) -> str:
         digest.update(f"{name}\n{text}".encode())
     digest.update(repr((torch, beside, LIBRARIES, LINKED, sorted(needs_of_triton()))).encode())
     return digest.hexdigest()[:16]
-
-
-def _build_into(folder: Path, torch: TorchBuild, beside: Needs) -> None:
-    """Compile the stand-ins into a temporary folder, and rename it to ``folder``.
-
-    So another session, which may compile at the same time, never sees an incomplete folder.
-    """
-    compiler = _compiler()
-    try:
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=folder.parent))
-    except OSError as error:
-        raise EmulationError(
-            f"the emulated GPU's libraries cannot be cached in {folder.parent}: {error.strerror}. Set {CACHE} to a "
-            "folder that can be written to"
-        ) from None
-    try:
-        _compile_all(compiler, torch, beside, draft)
-        try:
-            draft.rename(folder)
-        except OSError as error:
-            if not folder.is_dir():  # otherwise another session has compiled the same stand-ins in the meantime
-                raise EmulationError(f"the emulated GPU's libraries cannot be moved to {folder}: {error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _compiler() -> tuple[str, ...]:
-    """Return the C compiler's command: the words in the variable ``CC``, or an installed compiler if ``CC`` is not set.
-
-    Example: for ``CC="ccache gcc -m64"``, the result is ``("ccache", "gcc", "-m64")``.
-
-    Raises:
-        EmulationError: A quote in ``CC`` is not closed, or no compiler is installed.
-    """
-    variable = os.environ.get(COMPILER, "")
-    try:
-        words = shlex.split(variable)
-    except ValueError as error:
-        raise EmulationError(
-            f"the variable CC is {variable!r}, which is not quoted as for a shell ({error}); set CC like CC='ccache gcc'"
-        ) from None
-    if words:
-        return tuple(words)
-    installed = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if installed is None:
-        raise EmulationError(
-            "no C compiler was found, and an emulated GPU needs a compiler once for each release of torch: install one "
-            "(Debian and Ubuntu: apt-get install gcc libc6-dev) or set CC"
-        )
-    return (installed,)
 
 
 def _compile_all(compiler: Sequence[str], torch: TorchBuild, beside: Needs, draft: Path) -> None:
@@ -184,30 +129,22 @@ def _compile(
         "CUDA_VERSION": major * 1000 + minor * 10,
         "CUDNN_VERSION": cudnn_major * 10000 + cudnn_minor * 100 + cudnn_patch,
     }
-    command = [*compiler, *_FLAGS, f"-I{sources}", *(f"-D{name}={value}" for name, value in definitions.items())]
+    command = [
+        *compiler,
+        *SHARED_OPTIONS,
+        f"-I{sources}",
+        *(f"-D{name}={value}" for name, value in definitions.items()),
+    ]
     command += [f"-Wl,-soname,{soname}", f"-Wl,--version-script={script}", "-o", str(sources.parent / soname)]
     command += [*(str(sources / name) for name in library.sources), str(rest), *link]
-    _run_compiler(compiler, command, soname)
+    run_compiler(compiler, command, f"the emulated GPU's {soname}")
 
 
 def _compile_planner(compiler: Sequence[str], sources: Path) -> None:
     """Compile the program in which the real cuDNN plans convolutions, into the stand-ins' folder."""
     program = sources.parent / PLANNER
-    command = [*compiler, *_C, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
-    _run_compiler(compiler, command, PLANNER)
-
-
-def _run_compiler(compiler: Sequence[str], command: Sequence[str], product: str) -> None:
-    name = shlex.join(compiler)
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, errors="backslashreplace", check=False)
-    except OSError as error:
-        missing = "" if shutil.which(compiler[0]) else f"; install {compiler[0]}, or set CC to another compiler"
-        raise EmulationError(f"the C compiler {name} cannot be run: {error.strerror}{missing}") from None
-    if process.returncode != 0:
-        raise EmulationError(
-            f"the C compiler {name} failed on the emulated GPU's {product}:\n{process.stderr.strip()[-2000:]}"
-        )
+    command = [*compiler, *C_OPTIONS, f"-I{sources}", "-o", str(program), str(sources / f"{PLANNER}.c"), "-ldl"]
+    run_compiler(compiler, command, f"the emulated GPU's {PLANNER}")
 
 
 def _needed(torch: TorchBuild) -> dict[str, _LibraryFunctions]:

@@ -207,6 +207,13 @@ class Device(ABC):
             return f"the {self.name} device measures only the test's own process"
         return f"the {self.name} device does not switch TF32 on" if feature == "tf32" else None
 
+    def variables_of_processes(self) -> Mapping[str, str]:
+        """Return the environment variables with which other processes measure their memory on this device.
+
+        By default there are none, because CUDA's allocator keeps statistics.
+        """
+        return {}
+
     def emulates(self, feature: str) -> str | None:
         """Return an explanation if the device computes ``feature``, a precision, in a slower precision; otherwise ``None``.
 

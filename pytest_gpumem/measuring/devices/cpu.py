@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pytest_gpumem.base.errors import DeviceUnavailable, MeasuringError
 from pytest_gpumem.base.variables import ONEDNN_MAX_CPU_ISA
+from pytest_gpumem.emulating.emulated_process.before_torch import COUNTER
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.facts.measurement import Environment
 from pytest_gpumem.facts.values.events import AllocationEvent
 from pytest_gpumem.measuring.devices import proc
@@ -30,7 +32,7 @@ from pytest_gpumem.torch_support.private_api.numerics import bfloat16_instructio
 from pytest_gpumem.torch_support.private_api.profiler import allocation_events, quiet_kineto, recording_no_operators
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import ExitStack
 
     import torch
@@ -49,7 +51,6 @@ _PROBE_BYTES = 61
 _LACKS = {
     "tf32": "TF32 is a format of NVIDIA GPUs, and this is a CPU",
     "cp": "context parallelism needs the attention kernels of a GPU, and this is a CPU",
-    "processes": "only the GPU memory of other processes is measured, and this is a CPU",
     "offload": "offloading moves tensors from a GPU to the host, and the CPU is the host",
 }
 
@@ -126,7 +127,14 @@ class CpuDevice(Device):
 
         if feature == "fully_shard" and not hasattr(torch.cpu.current_stream(), "record_event"):
             return f"fully_shard records events, and torch {torch.__version__} has no events on a CPU"
+        if feature == "processes":
+            library = counter_library()
+            return library if isinstance(library, str) else None
         return _LACKS.get(feature)
+
+    def variables_of_processes(self) -> Mapping[str, str]:
+        library = counter_library()
+        return {} if isinstance(library, str) else {COUNTER: str(library)}
 
     def start(self, undo: ExitStack) -> None:
         import torch

@@ -146,6 +146,30 @@ class Devices:
         return frozenset(present)
 
 
+def variables_of_processes(devices: Devices, words: Iterable[str]) -> Mapping[str, str]:
+    """Return the environment variables with which other processes measure their memory on a session's device.
+
+    They count on the CPU only if all measured tests do, and on GPUs otherwise.
+
+    Args:
+        devices: The session's devices.
+        words: The values of ``--gpumem-device`` and ``device=`` for all measured tests.
+    """
+    with suppress(DeviceUnavailable):
+        if all(word == "cpu" or (word == AUTO and not _may_have_gpu()) for word in words):
+            return devices.get("cpu").variables_of_processes()
+    return {}
+
+
+def _may_have_gpu() -> bool:
+    """Return whether this machine may have a GPU, without a CUDA context, because a process with a context cannot fork."""
+    import torch
+
+    from pytest_gpumem.emulating.emulation.load import current_emulation
+
+    return current_emulation() is not None or torch.cuda.device_count() > 0
+
+
 def slugs_of(factories: Mapping[str, DeviceFactory], names: Iterable[str]) -> frozenset[str]:
     """Return the slugs of the available devices in ``names``."""
     return Devices(factories).slugs_of(names)

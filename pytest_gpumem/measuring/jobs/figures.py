@@ -105,7 +105,7 @@ def job_figures(
 
     Args:
         usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
-        gpu: The GPUs' type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``.
+        gpu: The device's type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``, and ``"cpu"`` the name ``cpu``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
     """
     own = own or {}
@@ -113,7 +113,8 @@ def job_figures(
     names = process_names([usage.process for usage in used], reserved=(ALL,) if own else ())
     gpus = {number: peak.gpu for number, peak in own.items()}
     further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(own))
-    free_names = (name for index in count() if (name := f"{gpu}:{index}") not in gpus.values())
+    all_names = (f"{gpu}:{index}" for index in count()) if gpu == "cuda" else iter((gpu,))
+    free_names = (name for name in all_names if name not in gpus.values())
     gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
     processes = tuple(
         ProcessFigures(
@@ -290,7 +291,8 @@ def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:
     other process they depend on earlier requests, and only requested bytes repeat.
     """
     if usage.window is None and usage.ended is not None:
-        return dict(zip(_METRICS, (device.allocated, device.reserved), strict=True))
+        metrics = dict(zip(_METRICS, (device.allocated, device.reserved), strict=True))
+        return metrics if device.reserved else {_METRICS[0]: device.allocated}
     metrics = {"peak_allocated": device.requested or device.allocated}
     if usage.ended is None:
         metrics["retained"] = max(0, device.live - device.live_before)

@@ -14,7 +14,7 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_usages
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_usages, uncounted_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ class FinishedJob:
     """The commands of processes with torch or CUDA, and without a report on their usage."""
     alive: tuple[str, ...] = ()
     """The commands of processes with torch or CUDA which still run, although the command has ended."""
+    uncounted: tuple[tuple[str, str], ...] = ()
+    """The commands of processes that cannot count their memory on the CPU, each with the reason."""
 
 
 def run_job(
@@ -107,7 +109,8 @@ def run_job(
         while processes.alive() and time.monotonic() < until:
             time.sleep(0.05)
         usages, unseen, alive = read_usages(reports), processes.unseen(), processes.alive()
-        return FinishedJob(status, _text(output), _text(errors), usages, unseen, alive)
+        uncounted = tuple(uncounted_in(reports).values())
+        return FinishedJob(status, _text(output), _text(errors), usages, unseen, alive, uncounted)
 
 
 def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
 from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, request_line
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, SEEN, mark_in, usage_from
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, SEEN, mark_in, uncounted_in, usage_from
 from pytest_gpumem.measuring.jobs.popen_watch import PopenWatch
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, bytes_of, is_running, own_children, text_of
 from pytest_gpumem.measuring.jobs.run import reporting_to
@@ -70,6 +70,8 @@ class WindowUsage:
     """The commands of processes with torch or CUDA, and without reports."""
     importing: tuple[str, ...] = ()
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
+    uncounted: tuple[tuple[str, str], ...] = ()
+    """The commands of processes that cannot count their memory on the CPU, each with the reason."""
 
 
 def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
@@ -79,6 +81,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     silent: dict[_Key, ProcessUsage] = {}
     unseen: dict[str, None] = {}
     importing: dict[str, None] = {}
+    uncounted: dict[tuple[str, str], None] = {}
     for part in parts:
         for usage in part.usages:
             key = _key(usage)
@@ -87,9 +90,9 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
         silent |= {_key(usage): usage for usage in part.silent}
         unseen |= dict.fromkeys(part.unseen)
         importing |= dict.fromkeys(part.importing)
-    return WindowUsage(
-        tuple(usages.values()), tuple(killed.values()), tuple(silent.values()), tuple(unseen), tuple(importing)
-    )
+        uncounted |= dict.fromkeys(part.uncounted)
+    processes = (tuple(usages.values()), tuple(killed.values()), tuple(silent.values()))
+    return WindowUsage(*processes, tuple(unseen), tuple(importing), tuple(uncounted))
 
 
 def _joined_usage(earlier: ProcessUsage, later: ProcessUsage) -> ProcessUsage:
@@ -127,8 +130,10 @@ class Window:
 class ProcessWindows:
     """The windows of the tests in this process. It has a folder of its own, so it does not see another session's processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """Begin without windows. ``variables`` are further environment variables for the processes."""
         _remove_abandoned()
+        self._further_variables = dict(variables or {})
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # only this user can open it
         self._listener = listen(self._folder)
         self._connections: dict[socket.socket, bytes] = {}
@@ -148,7 +153,7 @@ class ProcessWindows:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables with which a child process reports, in addition to the variables in ``environment``."""
-        return reporting_to(self._folder, environment)
+        return {**self._further_variables, **reporting_to(self._folder, environment)}
 
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""
@@ -190,12 +195,13 @@ class ProcessWindows:
             window.parts.append(WindowUsage(silent=self._divide().silent))
             self._open.append(window)
             begin = time.monotonic()
-            marks = set(self._folder.glob(f"*{SEEN}"))
+            marks, earlier = set(self._folder.glob(f"*{SEEN}")), uncounted_in(self._folder)
             yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
             unseen = (*self._unseen(), *self._watch.unseen_since(begin))
-            window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks)))
+            uncounted = tuple(entry for path, entry in uncounted_in(self._folder).items() if path not in earlier)
+            window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
         finally:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]

@@ -291,7 +291,7 @@ OPTIONS = (
     Option(
         "processes",
         kinds.FLAG,
-        "On a GPU: also measure other processes that a test or its fixtures start, such as servers.",
+        "Also measure other processes that a test or its fixtures start, such as servers.",
         default="on",
         details="`--no-gpumem-processes` sets no variables in the environment, and leaves these processes alone. Then their "
         "baselines count as missing. `gpumem.launch` does not need the option. See "

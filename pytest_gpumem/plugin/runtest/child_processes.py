@@ -37,8 +37,9 @@ class SessionProcesses:
     `close` restores the environment.
     """
 
-    def __init__(self) -> None:
-        self._windows = ProcessWindows()
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
+        """Set the environment variables. ``variables`` are those of `Device.variables_of_processes`."""
+        self._windows = ProcessWindows(variables)
         self._variables = self._windows.variables(os.environ)
         self._previous = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
@@ -63,7 +64,7 @@ class SessionProcesses:
 
 
 def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping[str, int]) -> JobFigures:
-    """Return the figures of all processes in a window. They are empty if no process used a GPU.
+    """Return the figures of all processes in a window. They are empty if no process used the device.
 
     Args:
         window: The processes in the test's call or region.
@@ -73,16 +74,28 @@ def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping
     Raises:
         MeasuringError: The memory of a process that the test used is not known.
     """
-    if device.lacks("processes") is not None:
+    if _lacking(device) is not None:
         return JobFigures({}, ())
     _check(window)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
     own = {
-        among_all(on_device.torch_device.index or 0, visible): OwnPeak(gpu, own_peaks[gpu])
+        _in_machine(on_device.torch_device.index, visible): OwnPeak(gpu, own_peaks[gpu])
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
     return job_figures(map(_without_own_rank, window.usages), device.torch_device.type, own)
+
+
+def _in_machine(index: int | None, visible: str | None) -> int:
+    """Return a device's index among all devices of the machine. The CPU has none."""
+    return 0 if index is None else among_all(index, visible)
+
+
+def _lacking(device: Device) -> str | None:
+    """Return the reason why other processes' memory does not count on a device; ``None`` if it counts."""
+    if device.variables_of_processes().items() <= os.environ.items():
+        return device.lacks("processes")
+    return "other processes of this session report only their GPU memory, because not all tests are measured on the CPU"
 
 
 def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
@@ -94,7 +107,7 @@ def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
 def _check(window: WindowUsage) -> None:
     for usage in window.silent:
         raise MeasuringError(
-            f"`{command_text(usage)}` did not report its GPU memory within {ANSWER_SECONDS:g} seconds, so its memory is not "
+            f"`{command_text(usage)}` did not report its memory within {ANSWER_SECONDS:g} seconds, so its memory is not "
             "known. It is stopped, or in a long call that keeps Python's lock"
         )
     for usage in window.killed:
@@ -111,11 +124,9 @@ def _check(window: WindowUsage) -> None:
 
 def notes_on_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
     """Return a note for each process whose memory does not count."""
-    lacking = device.lacks("processes")
+    lacking = _lacking(device)
+    uncounted = window.uncounted if lacking is None else [(command, lacking) for command in window.importing]
     return (
         *(f"{NOT_SEEN}: `{command}` loads torch or CUDA, and does not report its memory" for command in window.unseen),
-        *(
-            f"not counted: `{command}` loads torch, and {lacking}"
-            for command in (window.importing if lacking is not None else ())
-        ),
+        *(f"not counted: `{command}` loads torch, and {reason}" for command, reason in uncounted),
     )

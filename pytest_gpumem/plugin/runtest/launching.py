@@ -72,12 +72,15 @@ def launch(
         raise CannotRun(f"gpumem.launch: {lacking}")
     run.device.quiesce()
     process_bytes = ProcessBytes(run.device.everywhere)
-    environment, folder = {**os.environ, **(env or {})}, Path.cwd() if cwd is None else Path(cwd)
+    variables = {**os.environ, **run.device.variables_of_processes(), **(env or {})}
+    environment, folder = variables, Path.cwd() if cwd is None else Path(cwd)
 
     def run_once(*, record: bool) -> tuple[FinishedJob, JobFigures]:
         job = run_job(words, environment, folder, timeout, process_bytes.look, record=record)
         if job.status:
             raise JobError(failure(words, job))
+        if job.uncounted:
+            raise CannotRun(f"gpumem.launch: `{job.uncounted[0][0]}` loads torch, and {job.uncounted[0][1]}")
         figures = job_figures(job.usages, run.device.torch_device.type)
         check_job(words, job, figures, ranks)
         return job, figures
@@ -130,7 +133,7 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             f"a process of `{shown}` replaced torch's allocator by one without statistics, so its memory is unknown"
         )
     if not figures.processes:
-        raise JobError(f"no process of `{shown}` reserved memory on a GPU by torch")
+        raise JobError(f"no process of `{shown}` allocated memory of the device by torch")
     if ranks is not None:
         _check_ranks(ranks, job, shown)
 
@@ -140,6 +143,8 @@ def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
     missing = [str(rank) for rank in range(ranks) if rank not in numbers]
     if missing:
         variables = " or ".join(f"RANK={rank}" for rank in missing)
-        raise JobError(f"`{shown}` has ranks={ranks}, but no process with {variables} in its environment used a GPU")
+        raise JobError(
+            f"`{shown}` has ranks={ranks}, but no process with {variables} in its environment used the device"
+        )
     if len(numbers) > ranks:
-        raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used a GPU")
+        raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used the device")

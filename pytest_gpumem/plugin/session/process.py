@@ -465,12 +465,13 @@ class GpumemSession:
         Return False if the GPU cannot be shared because of an error.
         """
         from pytest_gpumem.base.errors import BackendError, HookError, StoreError
-        from pytest_gpumem.measuring.devices.registry import Devices
+        from pytest_gpumem.measuring.devices.registry import Devices, variables_of_processes
         from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
         from pytest_gpumem.plugin.runtest.fixture_setup import FixtureSetup
         from pytest_gpumem.plugin.runtest.hooks import Measuring
 
         devices = Devices(self._device_factories(), self.settings.routing)
+        words = {test.budget.device or self.settings.device for test in measured.values()}
         fixtures = FixtureSetup(devices, self.settings.device, measured)
         self._config.pluginmanager.register(fixtures, "gpumem-fixtures")
         measuring = Measuring(
@@ -482,7 +483,7 @@ class GpumemSession:
             fixtures,
             self._ranks,
             unused,
-            SessionProcesses() if self.settings.processes else None,
+            SessionProcesses(variables_of_processes(devices, words)) if self.settings.processes else None,
         )
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
         try:

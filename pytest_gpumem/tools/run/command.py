@@ -143,8 +143,8 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
     - The run fails if a process is killed by SIGKILL, or does not answer within 10 seconds. The message and the JSON report
       have the reason, and a lower bound for a killed process's peak.
     - A note names a running process with torch or CUDA and without a report: `not seen`. Only Linux shows such processes.
-    - On a CPU, other processes are not measured. A note names each process that loads torch: `not counted`. `DataLoader`
-      workers count only if they use a GPU.
+    - On a CPU, other processes are measured on Linux if a C compiler is installed. Otherwise a note names each process that
+      loads torch: `not counted`. `DataLoader` workers count only if they use a GPU.
     - To measure the steps of each rank, start this command by torchrun:
       `torchrun --nproc-per-node=2 --no-python gpumem run train.py`.
     """

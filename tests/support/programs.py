@@ -1,4 +1,4 @@
-"""Programs with processes that use an emulated GPU."""
+"""Programs with processes that use an emulated GPU, or the CPU if the variable ``DEVICE`` is ``cpu``."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ with contextlib.suppress(OSError):
 job.work(1)
 os.kill(os.getpid(), 9)
 """
+DEVICE = os.environ.get("DEVICE", "cuda")
 GROWN = int(os.environ.get("GROWN", "1")) + (os.environ.get("RANK") == os.environ.get("LARGEST_RANK", ""))
 
 
@@ -34,8 +35,9 @@ def work(number=0):
     """Take 4 MB, or more for a grown job or the largest rank, and print the peak as a program does."""
     import torch
 
-    torch.ones((GROWN + number) << 20, device="cuda")
-    print(f"PEAK {torch.cuda.max_memory_allocated()}\\n", end="", flush=True)
+    nbytes = torch.ones((GROWN + number) << 20, device=DEVICE).nbytes
+    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else nbytes
+    print(f"PEAK {peak}\\n", end="", flush=True)
 
 
 def python(*words, **more):
@@ -105,7 +107,7 @@ WAYS = {
         [sys.executable, "-c", "import job, os, time; job.work(); time.sleep(1); os.kill(os.getpid(), 9)"]
     ),
     "killed at once": lambda: subprocess.run(
-        [sys.executable, "-c", "import os, torch; torch.cuda.init(); os.kill(os.getpid(), 9)"]
+        [sys.executable, "-c", "import job, os, torch; torch.cuda.init() if job.DEVICE == 'cuda' else torch.ones(1); os.kill(os.getpid(), 9)"]
     ),
     "left": lambda: subprocess.Popen([sys.executable, "-c", "import job, time; job.work(); time.sleep(30)"]) and work(),
     "terminated": lambda: subprocess.run([sys.executable, "-c", "import job, os; job.work(); os.kill(os.getpid(), 15)"]),
@@ -156,13 +158,19 @@ import time
 import torch
 
 GROWN, LEAK, LAZY = (int(os.environ.get(name, "0")) for name in ("GROWN", "LEAK", "LAZY"))
-KEPT = []
+DEVICE = os.environ.get("DEVICE", "cuda")
+KEPT, PEAKS = [], []
 ONE_AT_A_TIME = threading.Lock()
 
 
 def weights():
     if not KEPT:
-        KEPT.append(torch.ones(3 << 18, device="cuda"))
+        KEPT.append(torch.ones(3 << 18, device=DEVICE))
+
+
+def note_peak(*used):
+    # On a GPU, the program's own peak is torch's.
+    PEAKS.append(sum(tensor.nbytes for tensor in (*KEPT, *used)))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -176,11 +184,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         weights()
         word, answer, used = self.path.strip("/"), "", None
         if word == "reset":
-            torch.cuda.reset_peak_memory_stats()
+            PEAKS.clear()
+            if DEVICE == "cuda":
+                torch.cuda.reset_peak_memory_stats()
         elif word == "peak":
-            answer = str(torch.cuda.memory_stats()["requested_bytes.all.peak"])
+            answer = str(torch.cuda.memory_stats()["requested_bytes.all.peak"] if DEVICE == "cuda" else max(PEAKS))
         else:
-            used = torch.ones((int(word) + GROWN) * 250_001, device="cuda")
+            used = torch.ones((int(word) + GROWN) * 250_001, device=DEVICE)
+            note_peak(used)
             if LEAK:
                 KEPT.append(used[: 1 << 14].clone())
         self.send_response(200)

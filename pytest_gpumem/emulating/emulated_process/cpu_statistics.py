@@ -1,0 +1,206 @@
+"""Count torch's allocations on the CPU in this process, in all threads, and record their call stacks.
+
+The library `native/allocation_counter.c` counts. Its bytes are those that PyTorch's profiler reports for a single thread,
+except for memory that processes share: a block in shared memory is not counted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pytest_gpumem.base.errors import MeasuringError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+    from types import CodeType, FrameType
+
+    from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+
+_TEST_BYTES = 4096
+_MOST_FRAMES = 64
+MOST_ENTRIES = 2**20
+"""The most entries in a history. A tensor has two."""
+_BEGIN, _EACH = ctypes.CFUNCTYPE(None), ctypes.CFUNCTYPE(None, ctypes.c_size_t)
+_PYTHON = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_Fetch", "PyErr_Restore")
+"""The library calls Python by these functions of Python's stable interface."""
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64))
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64), ("is_allocation", ctypes.c_int64))
+
+
+class CpuStatistics:
+    """The statistics of torch's allocator for the CPU in this process. A fork counts its own allocations."""
+
+    device_type = "cpu"
+    is_kept = True
+
+    @property
+    def own_history(self) -> CpuStatistics:
+        """The history, which this object records itself."""
+        return self
+
+    def __init__(self, library: str) -> None:
+        """Begin to count.
+
+        torch uses a single intra-op thread from now on, as in the test's own process, because some kernels allocate memory for
+        each thread. Otherwise bytes would depend on the number of cores.
+
+        Args:
+            library: The path of the compiled library.
+
+        Raises:
+            MeasuringError: The library does not count here. The message is a clause.
+        """
+        try:
+            self._library = ctypes.CDLL(library)
+        except OSError as error:
+            raise MeasuringError(f"the counter of allocations cannot be loaded: {error}") from None
+        pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
+        self._begin: Any = _BEGIN()
+        self._each = _EACH(self._note_context)
+        self._notes = threading.local()
+        self._contexts: dict[int, tuple[list[tuple[CodeType, int]], str]] = {}
+        torch.set_num_threads(1)
+        is_found = self._library.counter_install(*pointers)
+        self._library.counter_begin(None)  # a session within a measured process has forks that count for the session
+        if not is_found or not self._counts():
+            raise MeasuringError(
+                f"torch {torch.__version__} allocates memory on the CPU by functions that cannot be counted"
+            )
+
+    def _counts(self) -> bool:
+        """Return whether a test allocation is counted exactly."""
+        before = self._read()
+        storage = torch.UntypedStorage(_TEST_BYTES)  # type: ignore[no-untyped-call]
+        during = self._read()
+        del storage
+        after = self._read()
+        return (during[0] - before[0], during[2] - before[2], after[0] - before[0]) == (_TEST_BYTES, 1, 0)
+
+    def when_it_begins(self, call: Callable[[], None]) -> None:
+        """Call a function after this process's first allocation from now on, and after the first one in each fork."""
+        self._begin = _BEGIN(call)
+        self._library.counter_begin(self._begin)
+
+    def stop_calls(self) -> None:
+        """Call no function any more, because Python ends."""
+        self._library.counter_stop_calls()
+
+    def devices(self) -> range:
+        """Return the devices' numbers. There is one CPU."""
+        return range(1)
+
+    def statistics(self, _device: int) -> Mapping[str, Any]:
+        """Return statistics in the form of those that torch keeps for a GPU."""
+        live, peak, allocations, _ = self._read()
+        nbytes = {"all": {"current": live, "peak": peak}}
+        return {
+            "allocated_bytes": nbytes,
+            "requested_bytes": nbytes,
+            "active_bytes": nbytes,
+            "allocation": {"all": {"allocated": allocations}},
+        }
+
+    def reset(self, _device: int) -> None:
+        """Begin a new peak."""
+        self._library.counter_restart_peak()
+
+    def begin(self, _before_reset: Callable[[], None]) -> AbstractContextManager[object]:
+        """Do nothing, because a program cannot reset this peak."""
+        return nullcontext()
+
+    def used(self, _reserved: Mapping[int, int]) -> list[int]:
+        """Return the devices on which this process used memory."""
+        return list(self.devices())
+
+    def index_in_machine(self, device: int) -> int:
+        """Return the device's number."""
+        return device
+
+    def retries(self, _device: int) -> int:
+        """Return 0, because the allocator caches nothing."""
+        return 0
+
+    def workspaces(self) -> dict[int, Workspaces]:
+        """Return nothing, because libraries' own memory on the CPU is not torch's."""
+        return {}
+
+    def _read(self) -> tuple[int, int, int, int]:
+        figures = (ctypes.c_int64 * 4)()
+        self._library.counter_read(figures)
+        live, peak, allocations, is_cut = figures
+        return live, peak, allocations, is_cut
+
+    def lacking_history(self) -> None:
+        """Return ``None``, because the history can always be recorded."""
+
+    def before_history_changes(self, _call: Callable[[], None]) -> AbstractContextManager[object]:
+        """Do nothing, because a program does not know this history."""
+        return nullcontext()
+
+    def start_history(self) -> None:
+        """Start to record each allocation with its Python frames, and each free."""
+        self._contexts.clear()
+        self._library.counter_record(self._each, MOST_ENTRIES)
+
+    def stop_history(self) -> None:
+        """Stop recording, and delete the history."""
+        self._library.counter_stop_recording()
+        self._contexts.clear()
+
+    def note_on_allocations(self, text: str) -> None:
+        """Let the history show a text as ``user_metadata`` at each further allocation in this thread."""
+        self._notes.text = text
+
+    def frees(self) -> list[int]:
+        """Return the number of frees so far."""
+        counts = (ctypes.c_size_t * 2)()
+        self._library.counter_copy(None, None, 0, counts)
+        return [self._read()[2] - counts[1]]
+
+    def history(self) -> tuple[list[list[dict[str, Any]]], dict[int, dict[int, int]]] | str:
+        """Return the entries in the form of torch's snapshots of GPUs, and each live block's bytes by address.
+
+        If the history has no room for all entries, return a clause that says so.
+        """
+        counts = (ctypes.c_size_t * 2)()
+        most = 0
+        while not most or max(counts) > most:  # other threads may allocate in the meantime
+            most = max(1, *counts) * 2
+            events, alive = (_Event * most)(), (_Block * most)()
+            self._library.counter_copy(events, alive, most, counts)
+        if self._read()[3]:
+            return f"the history has no room for more than {MOST_ENTRIES:,} entries"
+        entries = [
+            {"action": "alloc", "addr": event.address, "size": event.bytes, **self._context_of(index)}
+            if event.is_allocation
+            else {"action": "free_completed", "addr": event.address, "size": event.bytes}
+            for index, event in enumerate(events[: counts[0]])
+        ]
+        return [entries], {0: {block.address: block.bytes for block in alive[: counts[1]]}}
+
+    def _note_context(self, index: int) -> None:
+        """Note the calling thread's Python frames for an allocation in the history. The library calls this."""
+        frames: list[tuple[CodeType, int]] = []
+        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- documented
+        while frame is not None and len(frames) < _MOST_FRAMES:
+            frames.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+        self._contexts[index] = frames, getattr(self._notes, "text", "")
+
+    def _context_of(self, index: int) -> dict[str, Any]:
+        frames, note = self._contexts.get(index, ((), ""))
+        shown = [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in frames]
+        return {"frames": shown, "user_metadata": note}

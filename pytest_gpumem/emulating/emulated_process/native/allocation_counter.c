@@ -1,0 +1,343 @@
+/* Counts torch's allocations on the CPU, in all threads of a process.
+
+   torch's allocator for the CPU is in libc10.so. It gets each block from `posix_memalign`, and frees it by `free`. `counter_install`
+   puts the functions here in their place, in libc10.so's table of other libraries' functions (the global offset table). Other
+   libraries keep the original functions. A freed block counts only if its allocation was counted.
+
+   A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. */
+
+#define _GNU_SOURCE
+#include <elf.h>
+#include <link.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#define JUMP_SLOT R_X86_64_JUMP_SLOT
+#define GLOB_DAT R_X86_64_GLOB_DAT
+#elif defined(__aarch64__)
+#define JUMP_SLOT R_AARCH64_JUMP_SLOT
+#define GLOB_DAT R_AARCH64_GLOB_DAT
+#else
+#error "the processor is not known"
+#endif
+
+struct block {
+    uintptr_t address; /* 0 for a free place */
+    int64_t bytes;
+};
+
+/* An entry in the history. */
+struct event {
+    uintptr_t address;
+    int64_t bytes, is_allocation;
+};
+
+/* Functions of Python, by which a thread without Python's lock calls Python, and keeps an exception that it is raising. */
+struct python {
+    int (*ensure)(void);
+    void (*release)(int);
+    void (*fetch)(void **, void **, void **);
+    void (*restore)(void *, void *, void *);
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct block *blocks;
+static size_t places, used; /* `places` is a power of two */
+static int64_t live, peak, allocations;
+
+static struct event *events;
+static size_t event_count, event_places, most_events;
+static int is_recording, is_cut; /* `is_cut`: the history had no room for an entry */
+
+static struct python python;
+static int may_call_python;
+static void (*at_begin)(void);      /* called after the first allocation */
+static void (*at_allocation)(size_t); /* called after an allocation in the history, with its index there */
+static int has_begun;
+static __thread int is_calling;
+
+static size_t place_of(uintptr_t address) {
+    return (size_t)((address >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (places - 1);
+}
+
+static void put(uintptr_t address, int64_t bytes) {
+    size_t place = place_of(address);
+    while (blocks[place].address && blocks[place].address != address)
+        place = (place + 1) & (places - 1);
+    if (!blocks[place].address)
+        used++;
+    else
+        live -= blocks[place].bytes; /* freed by a function that does not count */
+    blocks[place] = (struct block){address, bytes};
+}
+
+static int grow(void) {
+    struct block *old = blocks;
+    size_t old_places = places, new_places = places ? places * 2 : 1024;
+    struct block *larger = calloc(new_places, sizeof *larger);
+    if (!larger)
+        return 0;
+    blocks = larger;
+    places = new_places;
+    used = 0;
+    for (size_t place = 0; place < old_places; place++)
+        if (old[place].address)
+            put(old[place].address, old[place].bytes);
+    free(old);
+    return 1;
+}
+
+/* Remove a block, and move later blocks with the same hash towards their place. Return its bytes, or -1 for an unknown block. */
+static int64_t take(uintptr_t address) {
+    if (!places)
+        return -1;
+    size_t place = place_of(address), next;
+    while (blocks[place].address != address) {
+        if (!blocks[place].address)
+            return -1;
+        place = (place + 1) & (places - 1);
+    }
+    int64_t bytes = blocks[place].bytes;
+    used--;
+    for (next = (place + 1) & (places - 1); blocks[next].address; next = (next + 1) & (places - 1)) {
+        size_t first = place_of(blocks[next].address);
+        if (((next - first) & (places - 1)) >= ((next - place) & (places - 1))) {
+            blocks[place] = blocks[next];
+            place = next;
+        }
+    }
+    blocks[place].address = 0;
+    return bytes;
+}
+
+/* Return the entry's index in the history, or SIZE_MAX. */
+static size_t note(uintptr_t address, int64_t bytes, int64_t is_allocation) {
+    if (!is_recording)
+        return SIZE_MAX;
+    if (event_count == event_places) {
+        size_t more = event_places ? event_places * 2 : 4096;
+        struct event *larger = event_count < most_events ? realloc(events, more * sizeof *larger) : NULL;
+        if (!larger) {
+            is_cut = 1;
+            return SIZE_MAX;
+        }
+        events = larger;
+        event_places = more;
+    }
+    events[event_count] = (struct event){address, bytes, is_allocation};
+    return event_count++;
+}
+
+static void call_python(void (*begin)(void), void (*each)(size_t), size_t index) {
+    void *type, *value, *traceback;
+    if (is_calling || !__atomic_load_n(&may_call_python, __ATOMIC_ACQUIRE))
+        return;
+    is_calling = 1;
+    int state = python.ensure();
+    python.fetch(&type, &value, &traceback);
+    if (begin)
+        begin();
+    if (each)
+        each(index);
+    python.restore(type, value, traceback);
+    python.release(state);
+    is_calling = 0;
+}
+
+static int counted_memalign(void **result, size_t alignment, size_t bytes) {
+    int error = posix_memalign(result, alignment, bytes);
+    if (error)
+        return error;
+    void (*begin)(void) = NULL;
+    pthread_mutex_lock(&lock);
+    if (used * 2 < places || grow()) {
+        put((uintptr_t)*result, (int64_t)bytes);
+        live += (int64_t)bytes;
+        peak = live > peak ? live : peak;
+    }
+    allocations++;
+    size_t index = note((uintptr_t)*result, (int64_t)bytes, 1);
+    void (*each)(size_t) = index == SIZE_MAX ? NULL : at_allocation;
+    if (!has_begun && at_begin && !is_calling) {
+        begin = at_begin;
+        has_begun = 1;
+    }
+    pthread_mutex_unlock(&lock);
+    if (begin || each)
+        call_python(begin, each, index);
+    return 0;
+}
+
+static void counted_free(void *address) {
+    if (address) {
+        pthread_mutex_lock(&lock);
+        int64_t bytes = take((uintptr_t)address);
+        if (bytes >= 0) {
+            live -= bytes;
+            note((uintptr_t)address, bytes, 0);
+        }
+        pthread_mutex_unlock(&lock);
+    }
+    free(address);
+}
+
+static void forget(void) {
+    if (places)
+        memset(blocks, 0, places * sizeof *blocks);
+    used = 0;
+    live = peak = allocations = 0;
+    has_begun = 0;
+}
+
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void in_parent(void) { pthread_mutex_unlock(&lock); }
+
+/* A fork counts its own allocations. Blocks of its parent are shared with the parent until somebody writes to them. */
+static void in_child(void) {
+    forget();
+    event_count = 0;
+    is_recording = is_calling = 0;
+    at_allocation = NULL;
+    pthread_mutex_unlock(&lock);
+}
+
+static void replace(uintptr_t slot, void *function, uintptr_t read_only, uintptr_t read_only_end) {
+    uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE), page = slot & ~(page_bytes - 1);
+    /* The loader made only whole pages read-only. */
+    int is_read_only = page >= (read_only & ~(page_bytes - 1)) && page < (read_only_end & ~(page_bytes - 1));
+    if (is_read_only && mprotect((void *)page, page_bytes, PROT_READ | PROT_WRITE))
+        return;
+    __atomic_store_n((void **)slot, function, __ATOMIC_SEQ_CST);
+    if (is_read_only)
+        mprotect((void *)page, page_bytes, PROT_READ);
+}
+
+static int in_library(struct dl_phdr_info *library, size_t size, void *is_found) {
+    (void)size;
+    const char *name = strrchr(library->dlpi_name, '/');
+    if (!name || strcmp(name, "/libc10.so"))
+        return 0;
+    uintptr_t base = library->dlpi_addr, read_only = 0, read_only_end = 0;
+    const ElfW(Dyn) *dynamic = NULL;
+    for (int index = 0; index < library->dlpi_phnum; index++) {
+        const ElfW(Phdr) *part = &library->dlpi_phdr[index];
+        if (part->p_type == PT_DYNAMIC)
+            dynamic = (const ElfW(Dyn) *)(base + part->p_vaddr);
+        if (part->p_type == PT_GNU_RELRO) {
+            read_only = base + part->p_vaddr;
+            read_only_end = read_only + part->p_memsz;
+        }
+    }
+    uintptr_t tables[2] = {0, 0}, symbols = 0, strings = 0;
+    size_t sizes[2] = {0, 0};
+    for (; dynamic && dynamic->d_tag != DT_NULL; dynamic++) {
+        uintptr_t value = dynamic->d_un.d_ptr, address = value < base ? base + value : value; /* musl leaves offsets */
+        switch (dynamic->d_tag) {
+        case DT_JMPREL: tables[0] = address; break;
+        case DT_PLTRELSZ: sizes[0] = value; break;
+        case DT_RELA: tables[1] = address; break;
+        case DT_RELASZ: sizes[1] = value; break;
+        case DT_SYMTAB: symbols = address; break;
+        case DT_STRTAB: strings = address; break;
+        }
+    }
+    for (int table = 0; table < 2 && symbols && strings; table++) {
+        const ElfW(Rela) *entry = (const ElfW(Rela) *)tables[table];
+        for (size_t count = tables[table] ? sizes[table] / sizeof *entry : 0; count; count--, entry++) {
+            uint32_t type = ELF64_R_TYPE(entry->r_info);
+            if (type != JUMP_SLOT && type != GLOB_DAT)
+                continue;
+            const ElfW(Sym) *symbol = (const ElfW(Sym) *)symbols + ELF64_R_SYM(entry->r_info);
+            const char *function = (const char *)strings + symbol->st_name;
+            if (!strcmp(function, "posix_memalign"))
+                replace(base + entry->r_offset, (void *)counted_memalign, read_only, read_only_end);
+            else if (!strcmp(function, "free"))
+                replace(base + entry->r_offset, (void *)counted_free, read_only, read_only_end);
+        }
+    }
+    *(int *)is_found = 1;
+    return 1;
+}
+
+/* Begin to count. Return 0 if libc10.so is not loaded. Further calls in this process and in its forks change nothing. */
+int counter_install(int (*ensure)(void), void (*release)(int), void (*fetch)(void **, void **, void **),
+                    void (*restore)(void *, void *, void *)) {
+    static int is_found;
+    if (is_found)
+        return 1;
+    python = (struct python){ensure, release, fetch, restore};
+    __atomic_store_n(&may_call_python, 1, __ATOMIC_RELEASE);
+    if (pthread_atfork(before_fork, in_parent, in_child))
+        return 0;
+    dl_iterate_phdr(in_library, &is_found);
+    return is_found;
+}
+
+/* Forget everything that was counted, and call a function after the next allocation. */
+void counter_begin(void (*begin)(void)) {
+    pthread_mutex_lock(&lock);
+    forget();
+    at_begin = begin;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Write the live bytes, the peak, the number of allocations, and whether the history lacks entries. */
+void counter_read(int64_t figures[4]) {
+    pthread_mutex_lock(&lock);
+    figures[0] = live;
+    figures[1] = peak;
+    figures[2] = allocations;
+    figures[3] = is_cut;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Begin a new peak at the live bytes. */
+void counter_restart_peak(void) {
+    pthread_mutex_lock(&lock);
+    peak = live;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Call Python no more, because it ends. */
+void counter_stop_calls(void) { __atomic_store_n(&may_call_python, 0, __ATOMIC_RELEASE); }
+
+/* Begin a new history. `each` is called after each allocation. */
+void counter_record(void (*each)(size_t), size_t most) {
+    pthread_mutex_lock(&lock);
+    event_count = 0;
+    most_events = most;
+    is_cut = 0;
+    at_allocation = each;
+    is_recording = 1;
+    pthread_mutex_unlock(&lock);
+}
+
+void counter_stop_recording(void) {
+    pthread_mutex_lock(&lock);
+    is_recording = 0;
+    at_allocation = NULL;
+    event_count = event_places = 0;
+    free(events);
+    events = NULL;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Write at most `most` entries of the history and live blocks. Return the numbers of all of them in `counts`. */
+void counter_copy(struct event *history, struct block *alive, size_t most, size_t counts[2]) {
+    pthread_mutex_lock(&lock);
+    counts[0] = event_count;
+    counts[1] = used;
+    if (event_count <= most && used <= most) {
+        memcpy(history, events, event_count * sizeof *history);
+        for (size_t place = 0; place < places; place++)
+            if (blocks[place].address)
+                *alive++ = blocks[place];
+    }
+    pthread_mutex_unlock(&lock);
+}

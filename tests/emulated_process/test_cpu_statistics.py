@@ -1,0 +1,302 @@
+"""Count torch's allocations on the CPU in another process: each byte that PyTorch's profiler reports, and those of all threads."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.base.variables import CACHE, COMPILER
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
+from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
+from tests import preloaded
+
+LIBRARY = counter_library()
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
+BEGIN = f"""
+import os
+import threading
+
+import torch
+
+from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
+
+older = [torch.ones(1000) for _ in range(10)]
+counting = CpuStatistics({str(LIBRARY)!r})
+begun = []
+counting.when_it_begins(lambda: begun.append(os.getpid()))
+
+
+def figures():
+    statistics = counting.statistics(0)
+    nbytes = statistics["requested_bytes"]["all"]
+    return nbytes["current"], nbytes["peak"], statistics["allocation"]["all"]["allocated"]
+
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run code in a process that counts, and return the words that it prints."""
+
+    def run_code(code):
+        done = preloaded.run("-c", BEGIN + code, cwd=tmp_path, env=dict(os.environ))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split()
+
+    return run_code
+
+
+def test_the_live_bytes_and_the_peak_are_those_of_the_profiler(run):
+    printed = run("""
+from torch.autograd.profiler import profile
+from pytest_gpumem.torch_support.private_api.profiler import allocation_events
+
+def train():
+    model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        images = torch.nn.functional.conv2d(torch.randn(2, 3, 32, 32), torch.randn(8, 3, 3, 3, requires_grad=True))
+        loss = model(torch.randn(8, 20, 32)).square().mean() + images.sort().values.sum() + torch.eye(9).matrix_exp().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, torch.randperm(1000).tolist()[:3], torch.tensor([1, 2, 3])
+
+with profile(use_kineto=True, profile_memory=True) as profiler:
+    kept = train()
+live, peak = 0, 0
+for event in allocation_events(profiler):
+    live += event.nbytes
+    peak = max(peak, live)
+count = sum(event.nbytes > 0 for event in allocation_events(profiler))
+print(*figures(), live, peak, count)
+""")
+    assert printed[:3] == printed[3:]
+    assert int(printed[1]) > 100_000
+
+
+def test_blocks_of_all_threads_count_and_older_blocks_do_not(run):
+    printed = run("""
+def work():
+    for _ in range(500):
+        torch.ones(1000)
+    kept.append(torch.ones(100))
+
+kept = []
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+older.clear()
+for thread in threads:
+    thread.join()
+live, peak, allocations = figures()
+print(live, 4000 <= peak <= 8 * 4400, allocations)
+torch.autograd.grad(sum((x.requires_grad_() * 2).sum() for x in kept), kept)
+kept.clear()
+print(figures()[0])
+""")
+    assert printed == ["3200", "True", "4008", "0"]
+
+
+def test_a_fork_counts_its_own_blocks_from_its_first_one(run):
+    printed = run("""
+kept = torch.ones(1000)
+stop = threading.Event()
+busy = [threading.Thread(target=lambda: [torch.ones(10) for _ in iter(stop.is_set, True)]) for _ in range(4)]
+for thread in busy:
+    thread.start()
+for number in range(50):
+    pid = os.fork()
+    if pid == 0:
+        begun.clear()
+        idle = figures()
+        del kept, older
+        own = torch.ones(500)
+        is_right = (idle, figures(), begun) == ((0, 0, 0), (2000, 2000, 1), [os.getpid()])
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+stop.set()
+for thread in busy:
+    thread.join()
+print(figures()[0], begun == [os.getpid()])
+""")
+    assert printed == ["4000", "True"]
+
+
+def test_a_second_counter_in_a_process_counts_nothing_twice(run):
+    printed = run(f"""
+second = CpuStatistics({str(LIBRARY)!r})
+second.when_it_begins(lambda: begun.append("second"))
+kept = torch.ones(1000)
+pid = os.fork()
+if pid == 0:
+    own = torch.ones(10)
+    os._exit(0 if begun == ["second"] * 2 and figures()[2] == 1 else 1)
+print(*figures(), os.waitpid(pid, 0)[1], *begun)
+""")
+    assert printed == ["4000", "4000", "1", "0", "second"]
+
+
+def test_a_new_peak_begins_at_the_live_bytes(run):
+    printed = run("""
+kept = torch.ones(10)
+torch.ones(1000)
+before = figures()
+counting.reset(0)
+print(*before, *figures())
+""")
+    assert printed == ["40", "4040", "2", "40", "40", "2"]
+
+
+def test_the_table_keeps_each_block_among_many(run):
+    printed = run("""
+import random
+random.seed(0)
+blocks, expected = {}, 0
+for number in range(60_000):
+    if blocks and random.random() < 0.45:
+        key = random.choice(tuple(blocks)[:50])
+        expected -= blocks.pop(key).nbytes()
+    else:
+        blocks[number] = torch.UntypedStorage(random.randrange(1, 200))
+        expected += blocks[number].nbytes()
+    if number % 1000 == 0:
+        assert figures()[0] == expected, number
+blocks.clear()
+print(figures()[0])
+""")
+    assert printed == ["0"]
+
+
+def test_the_history_has_each_block_with_frames_and_note(run):
+    printed = run("""
+def make():
+    return torch.ones(500)
+
+counting.start_history()
+first = make()
+counting.note_on_allocations("gpumem 1")
+second = make()
+del first
+(entries,), (alive,) = (part if isinstance(part, list) else part.values() for part in counting.history())
+for entry in entries:
+    frames = entry.get("frames", [])
+    print(entry["action"], entry["size"], [frame["name"] for frame in frames[:2]] == ["make", "<module>"], entry.get("user_metadata"))
+print(alive[second.data_ptr()])
+counting.stop_history()
+make()
+print(counting.history()[0][0])
+""")
+    assert " ".join(printed) == "alloc 2000 True alloc 2000 True gpumem 1 free_completed 2000 False None 2000 []"
+
+
+def test_an_exception_under_way_survives_the_recording(run):
+    printed = run("""
+class Allocates:
+    def __del__(self):
+        torch.ones(100)
+
+def fails():
+    allocates = Allocates()
+    torch.ones(3) + torch.ones(4)
+
+counting.start_history()
+try:
+    fails()
+except RuntimeError as error:
+    print("must", "match" in str(error))
+""")
+    assert printed == ["must", "True"]
+
+
+def test_threads_that_wait_for_each_other_do_not_hang_while_they_are_recorded(run):
+    printed = run("""
+counting.start_history()
+weight = torch.ones(64, 64, requires_grad=True)
+
+def work():
+    for _ in range(100):
+        (torch.ones(64, 64) @ weight).sum().backward()
+
+threads = [threading.Thread(target=work) for _ in range(6)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+(entries,), (alive,) = (part if isinstance(part, list) else part.values() for part in counting.history())
+print(all(entry["frames"] for entry in entries if entry["action"] == "alloc"), sum(alive.values()) == figures()[0])
+""")
+    assert printed == ["True", "True"]
+
+
+def test_a_library_that_cannot_be_loaded_is_named(tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    with pytest.raises(MeasuringError, match=r"counter of allocations cannot be loaded: .*broken\.so"):
+        CpuStatistics(str(tmp_path / "broken.so"))
+
+
+@pytest.mark.parametrize("lost", ["is_found", "counts"])
+def test_an_allocator_that_is_not_counted_is_found_by_a_test_allocation(run, lost):
+    change = "counter_install = lambda *_: 0" if lost == "is_found" else "counter_read = lambda figures: None"
+    printed = run(f"""
+import ctypes
+from pytest_gpumem.base.errors import MeasuringError
+
+real = ctypes.CDLL
+def changed(path):
+    library = real(path)
+    library.{change}
+    return library
+ctypes.CDLL = changed
+try:
+    CpuStatistics({str(LIBRARY)!r})
+except MeasuringError as error:
+    print(error)
+""")
+    assert " ".join(printed).endswith("allocates memory on the CPU by functions that cannot be counted")
+
+
+@pytest.fixture
+def compiled_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    counter_library.cache_clear()
+    yield counter_library
+    counter_library.cache_clear()
+
+
+def test_the_library_is_compiled_once(compiled_anew, monkeypatch):
+    path = compiled_anew()
+    assert path.exists()
+    monkeypatch.setenv(COMPILER, "/no/compiler")
+    compiled_anew.cache_clear()
+    assert compiled_anew() == path
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("/no/cc", "the C compiler /no/cc cannot be run: No such file or directory; install /no/cc, or set CC"),
+        ("false", "the C compiler false failed on the counter of allocations"),
+        ("", "no C compiler was found, and other processes need a compiler once to count .*: install one .* or set CC"),
+    ],
+)
+def test_without_a_compiler_the_reason_says_what_to_install(compiled_anew, monkeypatch, compiler, reason):
+    monkeypatch.setenv(COMPILER, compiler)
+    if not compiler:
+        monkeypatch.setenv("PATH", "")
+    text = compiled_anew()
+    assert isinstance(text, str)
+    assert re.match(reason, text)
+
+
+def test_on_other_systems_the_reason_names_them(compiled_anew, monkeypatch):
+    module = sys.modules[counter_library.__module__]
+    monkeypatch.setattr(module, "sys", SimpleNamespace(platform="darwin"))
+    assert compiled_anew() == (
+        "processes count their memory on the CPU only on Linux on x86-64 and aarch64, and this is darwin"
+    )
