@@ -35,6 +35,7 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(session):
     # Each of three requests keeps a tensor of 1 MiB in each of two blocks.
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=r" *6 x float32\[1024, 256\]")
     assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
+    assert "kept in: server.KEPT" in leaking.stdout, leaking.stdout
 
 
 def test_a_growing_training_script_is_red_with_its_module_and_line(session):

@@ -153,6 +153,17 @@ print(*before, *figures())
     assert printed == ["40", "4040", "2", "40", "40", "2"]
 
 
+def test_each_free_is_counted(run):
+    printed = run("""
+before = counting.frees()[0]
+kept = [torch.ones(10) for _ in range(5)]
+during = counting.frees()[0]
+del kept[:2]
+print(during - before, counting.frees()[0] - during)
+""")
+    assert printed == ["0", "2"]
+
+
 def test_the_table_keeps_each_block_among_many(run):
     printed = run("""
 import random
