@@ -33,7 +33,14 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(session):
     assert leaking.returncode == 1, leaking.stdout
     retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
     # Each of three requests keeps a tensor of 1 MiB in each of two blocks.
-    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=r" *6 x float32\[1024, 256\]")
+    row = _row(
+        SERVER,
+        "server.py",
+        "self.key(x)",
+        r"Sequential\.\*\.key",
+        text=r" *6 x float32\[1024, 256\]",
+        shows_modules=True,
+    )
     assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
     assert "kept in: server.KEPT" in leaking.stdout, leaking.stdout
 
@@ -45,4 +52,4 @@ def test_a_growing_training_script_is_red_with_its_module_and_line(session):
     grown = session(TRAINING, TRAINING_TEST, "--gpumem-baseline", GROWN="1")
     assert grown.returncode == 1
     grew = grown.stdout.partition("what grew")[2]
-    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.\S+"), grew), grown.stdout
+    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.\S+", shows_modules=True), grew), grown.stdout
