@@ -1,6 +1,7 @@
 """Cost of measuring child processes: a marked test that starts 20 children with `subprocess`, and the start of a child.
 
 Sessions with the plugin and with ``-p no:gpumem`` take turns, both on an emulated H100, and the order changes with each round.
+With ``--cpu`` both are on the CPU.
 CPU time (user + system, children included) is claimed, because wall time depends on other programs. Both are shown.
 In the first suite each child imports torch and allocates 4 MB on the GPU. In the second suite no child imports torch. In the
 third suite the test has no child.
@@ -9,7 +10,8 @@ A child's start is compared with the `sitecustomize` and the variables by which 
 Where torch needs an emulated GPU both kinds of children have it, so the difference is only the cost of reporting. The CPU time
 of torch's import varies by more than a child's report costs on a busy machine, so more rounds are needed than for sessions.
 
-Needs Linux on x86-64 with a CUDA build of torch, and a C compiler. With ``--starts`` only starts are timed, without a GPU.
+Needs Linux on x86-64 with a CUDA build of torch, and a C compiler. With ``--starts`` only starts are timed, without a GPU. With
+``--cpu`` any build of torch will do.
 """
 
 from __future__ import annotations
@@ -20,19 +22,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from claims import Claim, claim_of, conclude, difference_of_medians, parser_of, print_table
 from cost import Cost, cost_of
 
 from pytest_gpumem.emulating.emulated_process.start import environment_for
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.run import reporting_to
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 CHILDREN = 20
 GPU = "emulated:h100"
 WITH_TORCH, WITHOUT_TORCH, NONE = f"{CHILDREN} children with torch", f"{CHILDREN} children without torch", "no child"
 SUITES: dict[str, tuple[int, str]] = {
-    WITH_TORCH: (CHILDREN, "import torch; torch.ones(1 << 20, device='cuda')"),
+    WITH_TORCH: (CHILDREN, "import torch; torch.ones(1 << 20, device='{device}')"),
     WITHOUT_TORCH: (CHILDREN, "pass"),
     NONE: (0, "pass"),
 }
@@ -47,17 +54,17 @@ import torch
 
 @pytest.mark.gpumem
 def test_children():
-    torch.ones(1 << 20, device="cuda")
+    torch.ones(1 << 20, device="{device}")
     for _ in range({children}):
         subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """
 SESSIONS = {
-    "with the plugin": (f"--gpumem-device={GPU}", "--gpumem-explain=never"),
+    "with the plugin": ("--gpumem-explain=never",),
     "-p no:gpumem": ("-p", "no:gpumem", "-W", "ignore"),
 }
 MOST_RATIO = 1.1
-STARTS = {"with torch": "import torch", "without torch": "pass"}
-MOST_MS = {"with torch": 50.0, "without torch": 10.0}
+STARTS = {"with torch": "import torch", "with a tensor": "import torch; torch.ones(1)", "without torch": "pass"}
+MOST_MS = {"with torch": 50.0, "with a tensor": 50.0, "without torch": 10.0}
 """The most milliseconds that measuring adds to a child."""
 
 
@@ -72,19 +79,30 @@ def run_session(folder: Path, options: tuple[str, ...], environment: dict[str, s
     return cost
 
 
-def compare_sessions(rounds: int, environment: dict[str, str]) -> list[Claim]:
-    """Run the sessions in turns, and print what they took."""
+def compare_sessions(rounds: int, environment: dict[str, str], device: str) -> list[Claim]:
+    """Run the sessions in turns, and print what they took.
+
+    Args:
+        rounds: The number of runs of each session.
+        environment: The environment in which torch can be imported.
+        device: The value of ``--gpumem-device``.
+    """
+    sessions = {name: (*options, f"--gpumem-device={device}") for name, options in SESSIONS.items()}
+    sessions["-p no:gpumem"] = SESSIONS["-p no:gpumem"]
+    torch_device = "cpu" if device == "cpu" else "cuda"
     runs: dict[tuple[str, str], list[Cost]] = {(suite, session): [] for suite in SUITES for session in SESSIONS}
     with tempfile.TemporaryDirectory() as name:
         for suite, (children, child) in SUITES.items():
             folder = Path(name) / suite
             folder.mkdir()
             (folder / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-            (folder / "test_it.py").write_text(SOURCE.format(child=child, children=children), encoding="utf-8")
+            child_code = child.format(device=torch_device)
+            source = SOURCE.format(child=child_code, children=children, device=torch_device)
+            (folder / "test_it.py").write_text(source, encoding="utf-8")
         for number in range(rounds):
             for suite in SUITES:
                 for session in list(SESSIONS) if number % 2 else list(reversed(SESSIONS)):
-                    runs[suite, session].append(run_session(Path(name) / suite, SESSIONS[session], environment))
+                    runs[suite, session].append(run_session(Path(name) / suite, sessions[session], environment))
     for suite in SUITES:
         print(f"a test with {suite}, {rounds} rounds of each session in turns\n")
         rows = [(session, *_seconds(runs[suite, session])) for session in SESSIONS]
@@ -109,21 +127,25 @@ def _ratios(ours: list[float], theirs: list[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
-def compare_starts(rounds: int, environment: dict[str, str]) -> list[Claim]:
+def compare_starts(rounds: int, environment: dict[str, str], counter: Mapping[str, str]) -> list[Claim]:
     """Start children with and without reporting in turns, and print what the starts took.
 
     Args:
         rounds: The number of starts with torch. Starts without torch are 10 times as many, because they are short.
         environment: The environment in which torch can be imported.
+        counter: The variables of `Device.variables_of_processes`.
     """
     claims = []
     plain = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")} | {"PYTHONPATH": ""}
     for kind, code in STARTS.items():
-        without = environment if kind == "with torch" else plain
+        if kind == "with a tensor" and not counter:
+            continue
+        without = plain if kind == "without torch" else environment
         runs: dict[str, list[Cost]] = {"reporting": [], "not reporting": []}
         with tempfile.TemporaryDirectory() as name:
-            environments = {"reporting": {**without, **reporting_to(Path(name), without)}, "not reporting": without}
-            for number in range(rounds if kind == "with torch" else 10 * rounds):
+            reporting = {**without, **counter, **reporting_to(Path(name), without)}
+            environments = {"reporting": reporting, "not reporting": without}
+            for number in range(10 * rounds if kind == "without torch" else rounds):
                 for child in list(runs) if number % 2 else list(reversed(runs)):
                     runs[child].append(start(code, environments[child]))
         rows = [(child, *_milliseconds(costs)) for child, costs in runs.items()]
@@ -155,12 +177,15 @@ def main() -> int:
     """Run everything in turns, print what it took, and tell whether the claims hold."""
     parser = parser_of(__doc__, rounds=5)
     parser.add_argument("--starts", action="store_true", help="time only starts, with torch as it is installed")
+    parser.add_argument("--cpu", action="store_true", help="measure on the CPU instead of an emulated GPU")
     options = parser.parse_args()
+    counter = CpuDevice().variables_of_processes() if options.cpu else {}
     if options.starts:
-        return conclude(compare_starts(options.rounds, dict(os.environ)), check=options.check)
-    environment = {**os.environ, **environment_for(emulated_gpu(GPU), os.environ)}
-    claims = compare_sessions(options.rounds, environment)
-    return conclude([*claims, *compare_starts(options.rounds, environment)], check=options.check)
+        return conclude(compare_starts(options.rounds, dict(os.environ), counter), check=options.check)
+    emulating = {} if options.cpu else environment_for(emulated_gpu(GPU), os.environ)
+    environment = {**os.environ, **emulating}
+    claims = compare_sessions(options.rounds, environment, "cpu" if options.cpu else GPU)
+    return conclude([*claims, *compare_starts(options.rounds, environment, counter)], check=options.check)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 
+def work():
+    number = 0
+    while True:
+        cycle = {"tensor": torch.ones(100 + number % 50, device="cuda")}
+        cycle["itself"] = cycle
+        globals()[f"name_{number}"] = cycle
+        globals().pop(f"name_{number - 20}", None)
+        number += 1
+
+
 if __name__ == "__main__":
+    if os.environ.get("BUSY"):
+        import threading
+        for _ in range(3):
+            threading.Thread(target=work, daemon=True).start()
     Server = http.server.ThreadingHTTPServer
     if os.environ.get("FROZEN"):
         import gc
@@ -107,6 +121,7 @@ def test_ask(connection):
         connection.send("next")
         connection.recv()
 """
+BUDGET_TEST = SERVER_TEST.replace("mark.gpumem", "mark.gpumem(max_retained='1 MB')")
 TRAINING = """
 import os
 import sys
@@ -344,6 +359,16 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_line_operator_and_holder(se
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=rf" *mm +{KEPT}")
     assert re.search(f"other +6.29 MB +{row}", retained), retained
     assert "kept in: server.KEPT[...]\n" in retained
+
+
+@pytest.mark.thorough
+def test_while_threads_of_a_server_work_a_leak_has_its_line_and_no_holder_is_guessed(served, tmp_path):
+    (tmp_path / "test_it.py").write_text(BUDGET_TEST, encoding="utf-8")
+    leaking = served(LEAK="1", BUSY="1")
+    assert leaking.returncode == 1, leaking.stdout
+    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=rf" *mm +{KEPT}")
+    assert re.search(f"other +6.29 MB +{row}", leaking.stdout), leaking.stdout
+    assert set(re.findall(r"kept in: (.*?)(?: \(|\n)", leaking.stdout)) <= {"server.KEPT[...]"}
 
 
 @pytest.mark.thorough

@@ -19,7 +19,8 @@ from pytest_gpumem.emulating.emulated_process.usage import (
 BLOCKS = RecordedBlocks(
     8, 2, "parameter", "fc", "float32[1]", (("/srv/serve.py", 9, "ask"), ("/srv/serve.py", 20, "main"))
 )
-RECORDED = Recorded((BLOCKS,), (BLOCKS, RecordedBlocks(4, 1, "other", "", "")), ("fc", "norm"))
+RETAINED = RecordedBlocks(4, 1, "other", "", "", holder="serve.cache[...]", operator="mm")
+RECORDED = Recorded((BLOCKS,), (BLOCKS, RETAINED), ("fc", "norm"))
 FULL = ProcessUsage(
     began=5,
     ended=9,

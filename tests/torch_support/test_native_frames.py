@@ -114,11 +114,20 @@ def test_frames_of_libraries_and_programs_are_no_source_files():
 
 def test_the_programs_variable_is_as_before(monkeypatch):
     set_to = []
-    monkeypatch.setattr(os, "putenv", lambda name, value: set_to.append((name, value)))
-    monkeypatch.setattr(os, "unsetenv", lambda name: set_to.append((name, None)))
-    names_native_frames()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "putenv", lambda name, value: set_to.append((name, value)))
+        patched.setattr(os, "unsetenv", lambda name: set_to.append((name, None)))
+        names_native_frames()
     assert set_to == [("TORCH_SYMBOLIZE_MODE", "dladdr"), ("TORCH_SYMBOLIZE_MODE", None)]
     assert "TORCH_SYMBOLIZE_MODE" not in os.environ
+
+
+def test_a_program_that_has_chosen_another_way_keeps_it(monkeypatch):
+    monkeypatch.setenv("TORCH_SYMBOLIZE_MODE", "addr2line")
+    gathered = []
+    monkeypatch.setattr("torch._C._profiler.gather_traceback", lambda **_: gathered.append("stack"))
+    assert not names_native_frames()
+    assert gathered == []
 
 
 @pytest.mark.parametrize("file", ["??", "unwind.cpp"])

@@ -13,7 +13,7 @@ import re
 import sys
 from functools import cache
 
-_MODE = "TORCH_SYMBOLIZE_MODE"
+_MODE, _DLADDR = "TORCH_SYMBOLIZE_MODE", "dladdr"
 _GATHER = "torch::CapturedTraceback::gather("
 _OPERATOR = re.compile(r"at::_ops::(\w+)::call\(")
 _NODE = re.compile(r"torch::autograd::(?:generated::)?(\w+)::apply\(")
@@ -33,22 +33,24 @@ def names_native_frames() -> bool:
     """Return whether torch can record C++ stacks, and name their functions without another program.
 
     By default, torch starts ``addr2line`` for the names, which needs seconds. It reads the variable for a faster way only once.
-    So this process uses ``dladdr`` after its first call to this function, unless the program has chosen a way.
+    So this process uses ``dladdr`` after its first call to this function, unless the program has chosen another way.
     """
     import torch
 
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False  # torch would warn
-    is_chosen = _MODE in os.environ
-    if not is_chosen:
-        os.putenv(_MODE, "dladdr")
+    chosen = os.environ.get(_MODE)
+    if chosen not in (None, _DLADDR):
+        return False
+    if chosen is None:
+        os.putenv(_MODE, _DLADDR)
     try:
         gathered = torch._C._profiler.gather_traceback(python=False, script=False, cpp=True)
         (frames,) = torch._C._profiler.symbolize_tracebacks([gathered])
     except Exception:  # noqa: BLE001 -- another release may raise anything
         return False
     finally:
-        if not is_chosen:
+        if chosen is None:
             os.unsetenv(_MODE)
     files = [frame["filename"] for frame in frames if frame["name"].startswith(_GATHER)]
     return any(file != _UNKNOWN and is_library(file) for file in files)
