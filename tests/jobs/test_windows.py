@@ -16,7 +16,7 @@ import pytest
 from pytest_gpumem.emulating.emulated_process.control import answer_line
 from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.jobs import windows as windows_module
-from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, joined
+from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, first_live, joined
 
 REPOSITORY = Path(__file__).parents[2]
 CHILD = '''
@@ -444,6 +444,26 @@ def test_a_folder_that_cannot_have_a_socket_sees_no_running_process(monkeypatch)
 def held(live: int, window: int) -> ProcessUsage:
     device = DeviceUsage(0, 100, 200, 0, requested=90, live=live, live_before=0, allocations=1)
     return ProcessUsage(1, None, (device,), process=ProcessIdentity(7), window=window)
+
+
+@pytest.mark.parametrize(
+    ("last", "current", "expected"),
+    [
+        pytest.param(100, 100, 100, id="no change"),
+        pytest.param(100, 400, 400, id="a fixture loads more"),
+        pytest.param(100, 60, 60, id="a fixture frees some"),
+        pytest.param(130, 100, 100, id="a fixture frees what tests left"),
+        pytest.param(130, 110, 100, id="a fixture frees some of what tests left"),
+        pytest.param(130, 90, 90, id="a fixture frees more than tests left"),
+        pytest.param(130, 530, 500, id="a fixture loads more than tests left"),
+        pytest.param(60, 100, 100, id="a fixture loads what tests freed"),
+        pytest.param(60, 90, 100, id="a fixture loads some of what tests freed"),
+        pytest.param(60, 150, 150, id="a fixture loads more than tests freed"),
+        pytest.param(60, 50, 90, id="a fixture frees more than tests freed"),
+    ],
+)  # fmt: skip
+def test_a_change_between_windows_first_undoes_the_growth_in_windows(last, current, expected):
+    assert first_live(100, last, current) == expected
 
 
 def test_growth_between_windows_is_not_growth_before_the_test(windows):

@@ -112,6 +112,26 @@ def _joined_device(earlier: DeviceUsage | None, later: DeviceUsage) -> DeviceUsa
     )
 
 
+def first_live(first: int, last: int, current: int) -> int:
+    """Return a process's live bytes at first, after a change between two windows.
+
+    The change first undoes the growth in earlier windows, for example if a fixture empties a server's cache after each test.
+    The rest counts as if it had been there at first, because a fixture may load another model.
+
+    Example:
+        A server had 100 bytes at first. Tests let it keep 30 more, and a fixture frees them: ``first_live(100, 130, 100)``
+        returns 100. If the fixture loads 400 bytes more instead, ``first_live(100, 130, 530)`` returns 500.
+
+    Args:
+        first: The bytes at first, so far.
+        last: The bytes when the last window ended.
+        current: The bytes now.
+    """
+    change, grown = current - last, last - first
+    undone = sorted((0, change, -grown))[1]  # 0 if both have the same sign, otherwise the smaller of both
+    return first + change - undone
+
+
 class Window:
     """A part of a test. `usage` is complete when the part has ended."""
 
@@ -229,15 +249,14 @@ class ProcessWindows:
     def _with_live_first(self, usage: ProcessUsage) -> ProcessUsage:
         """Return a process's usage with the live bytes on each GPU when the process's first window began.
 
-        If the process began within a window, it had no bytes when this window began. Growth between windows counts as if it had
-        been there at first, because a fixture may load a larger model.
+        If the process began within a window, it had no bytes when this window began. Between windows, `first_live` decides.
         """
         live = {device.device: device.live for device in usage.devices}
         key = _key(usage)
         live_first = self._live_first.setdefault(key, {} if self._open else dict(live))
         if not self._open:
             for gpu, nbytes in self._live_last.get(key, {}).items():
-                live_first[gpu] = live_first.get(gpu, 0) + live.get(gpu, nbytes) - nbytes
+                live_first[gpu] = first_live(live_first.get(gpu, 0), nbytes, live.get(gpu, nbytes))
         self._live_last[key] = live
         devices = (replace(device, live_first=live_first.get(device.device, 0)) for device in usage.devices)
         return replace(usage, devices=tuple(devices))
