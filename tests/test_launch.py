@@ -70,6 +70,12 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
             job(usage(), unseen=("python -I x.py",)), None, "does not report its memory: python -I x.py", id="unseen"
         ),
         pytest.param(
+            job(usage(), invalid=("`python z.py` runs pytest-gpumem 9.9",)),
+            None,
+            "`run it`: `python z.py` runs",
+            id="invalid",
+        ),
+        pytest.param(
             job(usage(), alive=("python y.py",)), None, "its process still runs, .*: python y.py", id="left running"
         ),
         pytest.param(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem import __version__
 from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
+    InvalidReport,
     OutOfMemory,
     ProcessUsage,
     Recorded,
@@ -41,6 +43,16 @@ def test_all_processes_of_a_folder_are_read_in_the_order_in_which_they_began(tmp
     (tmp_path / "errors").write_text("not a process", encoding="utf-8")
     (tmp_path / ".1-5.json.x.draft").write_text("{", encoding="utf-8")
     assert read_usages(tmp_path) == (KILLED, FULL)
+
+
+def test_a_report_from_another_release_is_an_error_with_both_releases(tmp_path):
+    write_usage(tmp_path, "1-5", FULL)
+    report = tmp_path / "1-5.json"
+    report.write_text(report.read_text(encoding="utf-8").replace(f'"{__version__}"', '"9.9"', 1), encoding="utf-8")
+    with pytest.raises(
+        InvalidReport, match=f"process 1 runs pytest-gpumem 9.9, and this session {__version__}. Install"
+    ):
+        read_usages(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
 
 
 def _check(window: WindowUsage) -> None:
+    for sentence in window.unknown:
+        raise MeasuringError(sentence)
     for usage in window.silent:
         raise MeasuringError(
             f"`{command_text(usage)}` did not report its GPU memory within {ANSWER_SECONDS:g} seconds, so its memory is not "

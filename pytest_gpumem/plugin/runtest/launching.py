@@ -116,6 +116,8 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             "not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or uses a GPU "
             "without torch"
         )
+    if job.invalid:
+        raise JobError(f"`{shown}`: {job.invalid[0]}")
     if job.alive:
         raise JobError(
             f"`{shown}` has ended, but its process still runs, so the memory is not known: {job.alive[0]}. Let the command "
