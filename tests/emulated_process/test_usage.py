@@ -14,6 +14,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     RecordedBlocks,
     among_all,
     no_kernels,
+    rank_in,
     read_usages,
     write_usage,
 )
@@ -84,3 +85,31 @@ def test_which_kernels_there_are_is_told():
     assert no_kernels("2.13.0", ["sm_80", "sm_75", "sm_100"], (7, 0)) == (
         "torch 2.13.0 has kernels for compute capability 7.5, 8.0, 10.0, and none for 7.0"
     )
+
+
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "200505"}
+"""Slurm's variables in a batch script with four tasks, which all children inherit."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, 3),
+        ({"LOCAL_RANK": "1"}, None),
+        ({"RANK": "", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
+        ({"RANK": "5", "OMPI_COMM_WORLD_RANK": "1"}, 5),  # mpirun starts torchrun on each machine
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 1),
+        ({"PMIX_RANK": "1"}, 1),
+        (BATCH_SCRIPT, None),
+        ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}, None),  # srun --pty bash
+        ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}, 2),
+        ({**BATCH_SCRIPT, "RANK": "1"}, 1),
+        ({"RANK": "-1"}, None),
+        ({"RANK": "9" * 5000}, None),
+    ],
+)
+def test_the_rank_comes_from_the_launchers_variable(environment, rank):
+    found, variable = rank_in(environment)
+    assert found == rank
+    assert (variable in environment) == (rank is not None)

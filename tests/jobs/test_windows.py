@@ -54,7 +54,7 @@ class Recorder:
 
     def usage(self, ended=None):
         device = DeviceUsage(0, self.peak, self.peak, 0, self.peak, self.live, self.before, self.allocations)
-        identity = ProcessIdentity(os.getpid(), os.getppid(), STARTED, ("python", "server.py"))
+        identity = ProcessIdentity(os.getpid(), STARTED, ("python", "server.py"))
         return ProcessUsage(self.began, ended, (device,), process=identity, window=self.window)
 
     def write(self, ended=None):

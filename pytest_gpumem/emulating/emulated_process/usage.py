@@ -29,6 +29,11 @@ _SAME = "Install the same release in both"
 TOO_LONG = f"{_INVALID}: the report has more than {MOST_BYTES >> 20} MiB"
 """A clause about a process with a report that is too long."""
 
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Variables set by torchrun and deepspeed, by Open MPI's mpirun, and by other launchers of MPI programs."""
+_STEP_TASKS = "SLURM_STEP_NUM_TASKS"
+_MOST_DIGITS = 9
+
 SEEN = ".seen"
 """Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``,
 followed by the start of its stack."""
@@ -133,8 +138,6 @@ class ProcessIdentity:
     """A process among the other processes of its job."""
 
     pid: int = 0
-    parent: int = 0
-    """The parent's pid."""
     started: int = 0
     """Start time in ticks of the system's clock, which orders siblings. 0 if unknown."""
     command: tuple[str, ...] = ()
@@ -142,13 +145,25 @@ class ProcessIdentity:
     name: str = ""
     """The name from `multiprocessing`, such as ``SpawnProcess-1``. Empty for other processes."""
     rank: int | None = None
-    """``RANK`` in the process's environment, set by torchrun."""
-    local_rank: int | None = None
-    """``LOCAL_RANK`` in the process's environment."""
-    world: int | None = None
-    """``WORLD_SIZE`` in the process's environment."""
+    """The rank from `rank_in` for the process's environment."""
+    rank_variable: str = ""
+    """The variable with the rank: ``RANK``. Empty without a rank."""
     restart: int = 0
     """The number of times that torchrun has started all ranks again before it started this process."""
+
+
+def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Return a process's rank and the variable with the rank. If no launcher has set a variable, return ``None`` and ``""``.
+
+    ``SLURM_PROCID`` is 0 in every batch script, and its children inherit it. Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``.
+    """
+    names = _RANKS if _number(environment.get(_STEP_TASKS)) in (None, 1) else (*_RANKS, "SLURM_PROCID")
+    numbers = ((_number(environment.get(name)), name) for name in names)
+    return next(((number, name) for number, name in numbers if number is not None), (None, ""))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 @dataclass(frozen=True, slots=True)
