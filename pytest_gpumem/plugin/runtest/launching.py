@@ -145,8 +145,8 @@ def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
     missing = [str(rank) for rank in range(ranks) if rank not in numbers]
     if missing:
         raise JobError(
-            f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used a GPU. The variable RANK tells "
-            "the rank, or the variable that mpirun or srun sets"
+            f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used a GPU. The rank is in the "
+            "variable RANK, or in the variable from mpirun or srun"
         )
     if len(numbers) > ranks:
         raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used a GPU")
