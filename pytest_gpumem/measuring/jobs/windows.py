@@ -32,8 +32,8 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     read_reports,
     text_of,
 )
-from pytest_gpumem.measuring.jobs.popen_watch import PopenWatch
-from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running, own_children
+from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+from pytest_gpumem.measuring.jobs.processes import is_running, own_children
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
 if TYPE_CHECKING:
@@ -185,7 +185,6 @@ class ProcessWindows:
         self._owner = os.getpid()
         self._older = frozenset(own_children())
         """Children from before this object. They have no variables, and are not this session's."""
-        self._watch = PopenWatch(self._folder, self.variables({}))
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_fork)
 
@@ -196,7 +195,6 @@ class ProcessWindows:
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""
         self._close_sockets()
-        self._watch.close()
         if self._owner == os.getpid():
             for _ in range(_MOST_REMOVALS):
                 if self._folder.exists():
@@ -234,12 +232,12 @@ class ProcessWindows:
             unasked = begin_part.unknown if self._listener is None else ()
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
-            begin = time.monotonic()
             marks = set(self._folder.glob(f"*{SEEN}"))
-            yield window
+            with ChildWatch(self._folder, self._older) as watch:
+                yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
-            unseen = (*self._unseen(), *self._watch.unseen_since(begin))
+            unseen = watch.unseen()
             window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks)))
         finally:
             flag.unlink(missing_ok=True)
@@ -383,18 +381,6 @@ class ProcessWindows:
         own = Path("/proc/self/cmdline").read_bytes() if Path("/proc/self/cmdline").exists() else b""
         new = [path for path in self._folder.glob(f"*{SEEN}") if path not in marks]
         return tuple(text_of(command) for command, _ in map(mark_in, map(bytes_of, new)) if command and command != own)
-
-    def _unseen(self) -> tuple[str, ...]:
-        """Return descendants without reports, by their commands."""
-        children = set(own_children()) - self._older
-        if not children:
-            return ()
-        processes = JobProcesses(self._folder)
-        for pid in children:
-            processes.begin(pid)
-        processes.look()
-        processes.look()
-        return processes.unseen()
 
 
 def _may_run(pid: str) -> bool:
