@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
 from pytest_gpumem.measuring.jobs.run import FinishedJob
 from pytest_gpumem.measuring.jobs.windows import WindowUsage
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes
+from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes, without_rank_in
 from pytest_gpumem.plugin.runtest.launching import check_job
 
 TEST = """
@@ -61,7 +62,9 @@ def job(*usages: ProcessUsage, **more: object) -> FinishedJob:
 
 
 def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceUsage, ...] = (ONE,), **more: object):
-    identity = ProcessIdentity(1, command=("python", "train.py"), rank=rank)
+    identity = ProcessIdentity(
+        1, command=("python", "train.py"), rank=rank, rank_variable="" if rank is None else "RANK"
+    )
     return ProcessUsage(began=1, **{"ended": ended, "devices": devices, "process": identity, **more})
 
 
@@ -70,6 +73,12 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
     [
         pytest.param(
             job(usage(), unseen=("python -I x.py",)), None, "does not report its memory: python -I x.py", id="unseen"
+        ),
+        pytest.param(
+            job(usage(), invalid=("`python z.py` runs pytest-gpumem 9.9",)),
+            None,
+            "`run it`: `python z.py` runs",
+            id="invalid",
         ),
         pytest.param(
             job(usage(), alive=("python y.py",)), None, "its process still runs, .*: python y.py", id="left running"
@@ -85,10 +94,8 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
         ),
         pytest.param(job(), None, "no process of `run it` allocated memory", id="no GPU"),
         pytest.param(job(usage(devices=())), None, "no process of `run it` allocated memory", id="nothing reserved"),
-        pytest.param(
-            job(usage(0)), 2, "ranks=2, but no process with RANK=1 in its environment used the device", id="a rank"
-        ),
-        pytest.param(job(usage()), 2, "no process with RANK=0 or RANK=1 in its environment", id="no ranks"),
+        pytest.param(job(usage(0)), 2, "ranks=2, but no process with rank 1 used the device", id="a rank"),
+        pytest.param(job(usage()), 2, "no process with rank 0 or 1 used the device", id="no ranks"),
         pytest.param(job(usage(0), usage(1), usage(2)), 2, "ranks=2, but 3 ranks used the device", id="too many ranks"),
     ],
 )
@@ -158,3 +165,11 @@ def test_a_process_that_inherits_the_tests_rank_is_named_without_it(monkeypatch)
     )
     figures = figures_of_processes(WindowUsage((usage(0), usage(1))), device, {})
     assert [process.name for process in figures.processes] == ["train.py", "train.py rank 0"]
+
+
+def test_a_rank_from_another_launcher_than_the_tests_is_kept():
+    """The test runs as a task of srun, and starts torchrun."""
+    inherited = replace(usage(1).process, rank_variable="SLURM_PROCID")
+    environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+    usages = without_rank_in(environment, (usage(0), usage(1), replace(usage(), process=inherited)))
+    assert [entry.process.rank for entry in usages] == [0, 1, None]

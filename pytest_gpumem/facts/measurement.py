@@ -217,13 +217,15 @@ class Measurement(FrozenValue, MetricAttributes):
     """The allocator's reserved but unused bytes when the step began (CUDA only). `peak_reserved` can vary by this amount
     between identical runs.
     """
-    gained_before: Count = field(default=0, metadata=ADDED)
+    gained_before: int = field(default=0, metadata=ADDED)
     """The growth of a server, or of another process that tests share, before this measurement: its bytes in tensors when the
-    measurement began, minus the bytes when the session first saw the process. Other tests caused this growth, so the process's
-    `peak_allocated` [may be higher](../concepts/verdicts.md#a-server-that-grew-before) than its baseline by these bytes.
+    measurement began, minus the bytes when the session first saw the process. The value is negative if the process has freed
+    bytes since then. Other tests caused this change, so the process's `peak_allocated` [may
+    differ](../concepts/verdicts.md#a-server-that-grew-before) from its baseline by these bytes.
 
     The session first sees a process when the first call or region with this process begins. If the process starts in a call
-    or region, it has 0 bytes at first. With several GPUs, the value is the largest on a GPU. The test's own process has 0.
+    or region, it has 0 bytes at first. With several GPUs, the value is from the GPU with the largest change. The test's own
+    process has 0.
     """
     by_device: Mapping[str, Annotated[Mapping[str, int], Figures()]] = field(default_factory=dict, metadata=ADDED)
     """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.

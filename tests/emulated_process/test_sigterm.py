@@ -17,7 +17,7 @@ import signal
 import time
 from pathlib import Path
 
-from pytest_gpumem.emulating.emulated_process.before_torch import _end_at_sigterm
+from pytest_gpumem.emulating.emulated_process.before_torch import _watch_sigterm
 from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
 
 
@@ -30,7 +30,7 @@ class Recorder:
 
 
 recorder = Recorder()
-start_reporting(recorder, Path("/no/folder"), 0.05, _end_at_sigterm([recorder.end]))
+start_reporting(recorder, Path("/no/folder"), 0.05, _watch_sigterm([recorder.end]))
 """
 WAITS_IN_C = """
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
@@ -62,6 +62,36 @@ def test_a_process_reports_and_dies_by_sigterm_wherever_its_main_thread_waits(wa
         rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
+    assert (rest, process.returncode) == ("reported\n", -15)
+
+
+def test_a_process_reports_at_sigterm_if_another_thread_began_to_use_cuda():
+    """As a server whose thread loads the model at the first request, while the main thread waits for requests."""
+    begin, watch = BEGIN.rsplit("start_reporting(", 1)
+    code = f"""{begin}
+import http.server
+import threading
+
+thread = threading.Thread(target=lambda: start_reporting({watch.strip()})
+thread.start()
+server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+
+
+def get_ready():
+    thread.join()
+    while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        time.sleep(0.01)
+    print("ready", flush=True)
+
+
+threading.Thread(target=get_ready).start()
+server.serve_forever()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        rest, _ = process.communicate(timeout=60)
     assert (rest, process.returncode) == ("reported\n", -15)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem import __version__
 from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
+    InvalidReport,
     OutOfMemory,
     ProcessUsage,
     Recorded,
     RecordedBlocks,
     among_all,
     no_kernels,
+    rank_in,
     read_usages,
     write_usage,
 )
@@ -44,6 +47,16 @@ def test_all_processes_of_a_folder_are_read_in_the_order_in_which_they_began(tmp
     assert read_usages(tmp_path) == (KILLED, FULL)
 
 
+def test_a_report_from_another_release_is_an_error_with_both_releases(tmp_path):
+    write_usage(tmp_path, "1-5", FULL)
+    report = tmp_path / "1-5.json"
+    report.write_text(report.read_text(encoding="utf-8").replace(f'"{__version__}"', '"9.9"', 1), encoding="utf-8")
+    with pytest.raises(
+        InvalidReport, match=f"process 1 runs pytest-gpumem 9.9, and this session {__version__}. Install"
+    ):
+        read_usages(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("device", "visible", "number"),
     [(1, None, 1), (1, "", 1), (1, "4, 6", 6), (2, "4,6", 2), (0, "GPU-1234", 0)],
@@ -73,3 +86,31 @@ def test_which_kernels_there_are_is_told():
     assert no_kernels("2.13.0", ["sm_80", "sm_75", "sm_100"], (7, 0)) == (
         "torch 2.13.0 has kernels for compute capability 7.5, 8.0, 10.0, and none for 7.0"
     )
+
+
+BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "200505"}
+"""Slurm's variables in a batch script with four tasks, which all children inherit."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "rank"),
+    [
+        ({}, None),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, 3),
+        ({"LOCAL_RANK": "1"}, None),
+        ({"RANK": "", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
+        ({"RANK": "5", "OMPI_COMM_WORLD_RANK": "1"}, 5),  # mpirun starts torchrun on each machine
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 1),
+        ({"PMIX_RANK": "1"}, 1),
+        (BATCH_SCRIPT, None),
+        ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "0"}, None),  # srun --pty bash
+        ({**BATCH_SCRIPT, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}, 2),
+        ({**BATCH_SCRIPT, "RANK": "1"}, 1),
+        ({"RANK": "-1"}, None),
+        ({"RANK": "9" * 5000}, None),
+    ],
+)
+def test_the_rank_comes_from_the_launchers_variable(environment, rank):
+    found, variable = rank_in(environment)
+    assert found == rank
+    assert (variable in environment) == (rank is not None)

@@ -41,7 +41,7 @@ def test_a_program_is_named_without_its_interpreter_options_and_arguments(comman
 
 
 def process(pid: int, script: str = "train.py", rank: int | None = None, started: int = 0) -> ProcessIdentity:
-    return ProcessIdentity(pid, 1, started, ("python", script), rank=rank)
+    return ProcessIdentity(pid, started, ("python", script), rank=rank)
 
 
 def test_equal_programs_have_their_rank_or_a_number():
@@ -99,7 +99,7 @@ def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound
 
 def timed(pid: int, started: int, written: int, ended: int | None = 2, peak: int = 100, **more: object) -> ProcessUsage:
     """A process on a GPU, from its start to its last report in ticks of the clock."""
-    identity = ProcessIdentity(pid, 1, started, ("python", "train.py"))
+    identity = ProcessIdentity(pid, started, ("python", "train.py"))
     return usage(identity, (0, peak), span=(pid, ended), written=written, **more)
 
 
@@ -138,7 +138,7 @@ def test_the_largest_sum_is_that_of_processes_at_the_start_of_one_of_them():
 
 def test_ranks_that_torchrun_starts_again_are_not_added_to_the_ranks_before():
     attempts = [
-        ProcessIdentity(pid, 1, 10 + 50 * (pid // 2), ("t.py",), rank=pid % 2, restart=pid // 2) for pid in range(4)
+        ProcessIdentity(pid, 10 + 50 * (pid // 2), ("t.py",), rank=pid % 2, restart=pid // 2) for pid in range(4)
     ]
     restarted = job_figures([usage(one, (0, 100 + one.pid), written=one.started + 40) for one in attempts])
     assert restarted.by_gpu["cuda:0"]["peak_allocated"] == 102 + 103
@@ -214,7 +214,7 @@ def test_only_the_last_attempt_of_torchrun_counts_for_the_imbalance():
 def in_window(requested: int = 90, *, before: int = 40, live: int = 40, allocations: int = 1, **more: object):
     """A server that was there before the window and still runs. The allocator rounded its 90 requested bytes to 100."""
     device = DeviceUsage(0, 100, 200, 0, requested, live, before, allocations)
-    identity = ProcessIdentity(7, 1, 5, ("python", "server.py"))
+    identity = ProcessIdentity(7, 5, ("python", "server.py"))
     values = {"began": 1, "ended": None, "devices": (device,), "process": identity, "window": 3, "written": 50}
     return ProcessUsage(**{**values, **more})
 

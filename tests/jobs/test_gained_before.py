@@ -17,8 +17,15 @@ def usage(pid: int, *devices: DeviceUsage, window: int | None = 3, ended: int | 
 
 def test_a_process_gained_what_it_held_beyond_its_first_look_on_the_gpu_with_most():
     (process,) = job_figures([usage(1, device(0, 100, 140), device(1, 20, 90), device(2, 50, 10))]).processes
-    assert process.gained == {"cuda:0": 40, "cuda:1": 70, "cuda:2": 0}
+    assert process.gained == {"cuda:0": 40, "cuda:1": 70, "cuda:2": -40}
     assert process.gained_before == 70
+
+
+def test_a_process_that_freed_bytes_gained_a_negative_number():
+    (process,) = job_figures([usage(1, device(0, 100, 20), device(1, 100, 130))]).processes
+    assert process.gained_before == -80
+    job = job_figures([usage(1, device(0, 100, 20)), usage(2, device(0, 100, 130))])
+    assert job.gained_before == -50
 
 
 def test_all_processes_gained_their_sum_on_a_gpu():

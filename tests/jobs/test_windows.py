@@ -8,15 +8,24 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.emulating.emulated_process.control import answer_line
-from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem import __version__
+from pytest_gpumem.emulating.emulated_process.control import answer_line, listen
+from pytest_gpumem.emulating.emulated_process.usage import (
+    SEEN,
+    DeviceUsage,
+    ProcessIdentity,
+    ProcessUsage,
+    usage_text,
+)
 from pytest_gpumem.measuring.jobs import windows as windows_module
-from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, joined
+from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, first_live, joined
 
 REPOSITORY = Path(__file__).parents[2]
 CHILD = '''
@@ -45,7 +54,7 @@ class Recorder:
 
     def usage(self, ended=None):
         device = DeviceUsage(0, self.peak, self.peak, 0, self.peak, self.live, self.before, self.allocations)
-        identity = ProcessIdentity(os.getpid(), os.getppid(), STARTED, ("python", "server.py"))
+        identity = ProcessIdentity(os.getpid(), STARTED, ("python", "server.py"))
         return ProcessUsage(self.began, ended, (device,), process=identity, window=self.window)
 
     def write(self, ended=None):
@@ -348,7 +357,7 @@ def test_only_answers_to_the_current_request_count_also_if_they_come_in_pieces(w
     test, process = socket.socketpair()
     with process:
         test.setblocking(False)
-        windows._connections[test] = b""
+        windows._connections[test] = bytearray()
         windows._number = 7
         assert windows._received(test) == []
         answers = []
@@ -383,7 +392,7 @@ def test_a_later_process_with_the_same_pid_is_another_process():
 
 def test_joined_parts_name_each_unknown_process_once():
     killed, silent = usage(pid=3), usage(pid=4)
-    part = WindowUsage((), (killed,), (silent,), ("python a.py",), ("python b.py",))
+    part = WindowUsage((), (killed,), (silent,), ("`python` is strange",), ("python a.py",), ("python b.py",))
     assert joined([part, part]) == part
     assert joined([]) == WindowUsage()
 
@@ -429,21 +438,194 @@ def test_folders_of_killed_sessions_are_removed_after_a_day_and_others_are_left(
     alive.close()
 
 
-def test_a_folder_that_cannot_have_a_socket_sees_no_running_process(monkeypatch):
-    def fail(*_):
-        raise OSError("no sockets")
+OTHER_RELEASE = usage_text(ProcessUsage(1, 2)).replace(f'"{__version__}"', '"9.9"')
+INVALID = {
+    "runs pytest-gpumem 9.9, and this session": OTHER_RELEASE,
+    "`release` is missing": OTHER_RELEASE.replace('"release"', '"of"'),
+    "the report is not JSON, or is truncated": usage_text(ProcessUsage(1, 2))[:40],
+    "wrote an invalid report on its GPU memory: it must be an object": "[]",
+    "the report is not JSON": "[" * 100_000,
+    "`devices[0]": usage_text(ProcessUsage(1, 2)).replace('"devices": []', '"devices": [7]'),
+    "is not a known key": usage_text(ProcessUsage(1, 2)).replace('"began": 1', '"began": 1, "begun": 1'),
+    "is not JSON, or is truncated": "\udcff\udcfe",
+}
 
-    monkeypatch.setattr(socket.socket, "bind", fail)
-    windows = ProcessWindows()
+
+@pytest.mark.parametrize("clause", INVALID)
+def test_an_invalid_report_is_a_sentence_and_other_processes_keep_their_figures(windows, start, clause):
+    child = start(windows)
+    path = folder_of(windows) / f"{2**22 + 1}-5.json"
+    with windows.window() as window:
+        child.do("take 5")
+        path.write_text(INVALID[clause], encoding="utf-8", errors="surrogateescape")
+    assert [usage.process.pid for usage in window.usage.usages] == [child.pid]
+    (sentence,) = window.usage.unknown
+    assert sentence.startswith(f"process {2**22 + 1} ")
+    assert clause.replace("`", "") in sentence.replace("`", "")
+    assert "\n" not in sentence
+    assert not path.exists()
     with windows.window() as window:
         pass
+    assert window.usage.unknown == ()
+
+
+def test_an_invalid_report_names_its_process_and_stays_while_it_runs(windows):
+    (folder_of(windows) / f"{os.getpid()}{SEEN}").write_bytes(b"python\0serve.py\0\n0")
+    path = folder_of(windows) / f"{os.getpid()}-1.json"
+    path.write_text(OTHER_RELEASE, encoding="utf-8")
+    for _ in range(2):
+        with windows.window() as window:
+            pass
+        assert window.usage.unknown == (
+            f"`python serve.py` runs pytest-gpumem 9.9, and this session {__version__}. Install the same release in both",
+        )
+
+
+@pytest.mark.parametrize("name", ["x.json", f"{10**30}-1.json"])
+def test_a_strange_file_among_the_reports_is_told_once(windows, name):
+    with windows.window() as window:
+        (folder_of(windows) / name).mkdir()
+    (sentence,) = window.usage.unknown
+    assert "wrote a report that cannot be read" in sentence
+    assert not (folder_of(windows) / name).exists()
+
+
+@pytest.fixture
+def peer(windows):
+    with socket.socket(socket.AF_UNIX) as connection:
+
+        def send(content):
+            connection.connect(str(folder_of(windows) / "control"))
+            connection.sendall(content)
+
+        yield send
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"x\n", b"1 {}\n", b"\xff\xfe\n", b"1\n2\n" * 1000, b"99999999999999999999 []\n", b"\n"]
+)
+def test_garbage_from_a_peer_is_a_sentence_and_other_processes_keep_their_figures(windows, start, peer, garbage):
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 5")
+        peer(garbage)
+    assert [usage.process.pid for usage in window.usage.usages] == [child.pid]
+    (sentence,) = window.usage.unknown
+    own_command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+    assert sentence.startswith(f"`{own_command}` wrote")
+    assert "\n" not in sentence
+
+
+def test_an_answer_without_end_does_not_keep_the_test_waiting(windows, start, peer, monkeypatch):
+    monkeypatch.setattr(windows_module, "ANSWER_SECONDS", 0.5)
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 5")
+        peer(b"3 {")
+    assert [usage.process.pid for usage in window.usage.usages] == [child.pid]
+
+
+def test_an_endless_answer_is_cut(windows, start, peer, monkeypatch):
+    monkeypatch.setattr(windows_module, "MOST_BYTES", 1 << 20)
+    child = start(windows)
+
+    def send():
+        with suppress(OSError):
+            peer(b"x" * (1 << 22))
+
+    sender = threading.Thread(target=send, daemon=True)
+    with windows.window() as window:
+        child.do("take 5")
+        sender.start()
     windows.close()
-    assert window.usage.usages == ()
+    sender.join(30)
+    assert [usage.process.pid for usage in window.usage.usages] == [child.pid]
+    (sentence,) = window.usage.unknown
+    assert "the report has more than 256 MiB" in sentence
+
+
+@pytest.fixture
+def without_sockets(monkeypatch, tmp_path):
+    """A folder for temporary files without sockets, as on some network mounts. Return a folder whose socket works."""
+    mount, other = tmp_path / "mount", tmp_path / "other"
+    mount.mkdir()
+    other.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(mount))
+    monkeypatch.setattr(windows_module, "_OTHER_PARENTS", ())
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+
+    def listen_outside_the_mount(folder):
+        return None if folder.is_relative_to(mount) else listen(folder)
+
+    monkeypatch.setattr(windows_module, "listen", listen_outside_the_mount)
+    return other
+
+
+def test_a_folder_without_sockets_is_replaced_by_another(without_sockets, monkeypatch, start):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(without_sockets))
+    windows = ProcessWindows()
+    assert folder_of(windows).parent == without_sockets
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+    child = start(windows)
+    with windows.window() as window:
+        child.do("take 5")
+    assert [usage.devices[0].requested for usage in window.usage.usages] == [5]
+    windows.close()
+    assert list(without_sockets.iterdir()) == []
+
+
+def test_without_any_socket_a_running_process_is_told_and_an_ended_one_counts(without_sockets, start):
+    windows = ProcessWindows()
+    with windows.window() as window:
+        child = start(windows)
+        child.do("take 5")
+        child.end()
+    assert [usage.devices[0].requested for usage in window.usage.usages] == [5]
+    assert window.usage.unknown == ()
+    start(windows)
+    with windows.window() as window:
+        pass
+    (sentence,) = window.usage.unknown
+    assert sentence == (
+        "`python server.py` runs, and cannot be asked for its GPU memory, because no folder for temporary files has Unix "
+        "sockets. Set TMPDIR to a folder on a local disk"
+    )
+    windows.close()
+
+
+def test_a_server_that_ends_in_a_window_without_any_socket_does_not_count_as_new(without_sockets, start):
+    windows = ProcessWindows()
+    child = start(windows)
+    child.do("take 5")
+    with windows.window() as window:
+        child.end()
+    assert len(window.usage.unknown) == 1
+    windows.close()
 
 
 def held(live: int, window: int) -> ProcessUsage:
     device = DeviceUsage(0, 100, 200, 0, requested=90, live=live, live_before=0, allocations=1)
     return ProcessUsage(1, None, (device,), process=ProcessIdentity(7), window=window)
+
+
+@pytest.mark.parametrize(
+    ("last", "current", "expected"),
+    [
+        pytest.param(100, 100, 100, id="no change"),
+        pytest.param(100, 400, 400, id="a fixture loads more"),
+        pytest.param(100, 60, 60, id="a fixture frees some"),
+        pytest.param(130, 100, 100, id="a fixture frees what tests left"),
+        pytest.param(130, 110, 100, id="a fixture frees some of what tests left"),
+        pytest.param(130, 90, 90, id="a fixture frees more than tests left"),
+        pytest.param(130, 530, 500, id="a fixture loads more than tests left"),
+        pytest.param(60, 100, 100, id="a fixture loads what tests freed"),
+        pytest.param(60, 90, 100, id="a fixture loads some of what tests freed"),
+        pytest.param(60, 150, 150, id="a fixture loads more than tests freed"),
+        pytest.param(60, 50, 90, id="a fixture frees more than tests freed"),
+    ],
+)  # fmt: skip
+def test_a_change_between_windows_first_undoes_the_growth_in_windows(last, current, expected):
+    assert first_live(100, last, current) == expected
 
 
 def test_growth_between_windows_is_not_growth_before_the_test(windows):

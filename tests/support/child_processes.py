@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pytest_gpumem import __version__
 from tests.conftest import figures_of, verdicts_of
 from tests.support.programs import JOB, SERVER
 
@@ -91,7 +92,7 @@ def test_way(way, children):
     kept = torch.ones(1000, device=job.DEVICE)
     process = job.LEFT[os.environ.get("WAY", way)]()
     children.append(process)
-    if os.environ.get("WAY", way) in ("ended", "killed", "stopped", "cleared and ended"):
+    if os.environ.get("WAY", way) in ("ended", "killed", "stopped", "cleared and ended", "of another release"):
         os.waitpid(process.pid, os.WUNTRACED)
 """
 QUICK = ("spawn", "os.fork from a child")
@@ -99,6 +100,9 @@ THOROUGH = (
     ("child", "grandchild", "shell", "module", "code", "posix_spawn"),
     ("thread of a pool", "asyncio", "terminated", "exec after CUDA", "exit function", "one after the other"),
     ("forkserver", "executor", "pool", "torch.multiprocessing", "fork from a child", "forkserver from a child"),
+    ("fork after import from a child", "fork of a fork from a child", "forks that all use CUDA from a child"),
+    ("fork of a fork without torch from a child", "pool of forks that restarts from a child"),
+    ("forkserver pool that restarts", "forkserver pool that restarts from a child"),
     ("torchrun", "exec from a child", "executor from a child")
     + (("accelerate",) if importlib.util.find_spec("accelerate") else ()),
 )
@@ -161,7 +165,7 @@ def test_each_way_to_start_a_process_is_measured_and_a_grown_process_is_red(sess
     assert len(printed) == len(ways)
     for test, peaks in printed.items():
         assert peaks
-        whole = (max if "one after the other" in test else sum)(peaks)
+        whole = (max if "one after the other" in test or "restarts" in test else sum)(peaks)
         assert peaks_of(first[test]) == (whole, peaks), test
     gated = session(TEST.format(ways=ways[::-1]), "--gpumem-baseline", *workers, new=True)
     assert gated.returncode == 0, gated.stdout
@@ -226,6 +230,9 @@ def test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red
 
 
 SILENT = r"did not report its memory within 10 seconds, so its memory is not known\. It is stopped, or in a long call"
+OTHER_RELEASE = (
+    rf"`.*` runs pytest-gpumem 9\.9, and this session {re.escape(__version__)}\. Install the same release in both"
+)
 MISSING = r"Measurement missing: .* no longer takes: call: -c, call: all processes\n  note: not seen: `.*` loads torch or CUDA, "
 UNKNOWN = {
     "killed": r"was killed before it could report its memory",
@@ -234,6 +241,8 @@ UNKNOWN = {
     "cleared": MISSING,
     "cleared and ended": MISSING,
     "isolated": MISSING,
+    "of another release": OTHER_RELEASE,
+    "of another release, running": OTHER_RELEASE,
 }
 """Ways to leave a process whose memory is not known, each with the reason in the gate's message."""
 
@@ -242,6 +251,7 @@ UNKNOWN = {
     "ways",
     [
         pytest.param(("killed", "stopped", "cleared and ended"), id="quick"),
+        pytest.param(("of another release", "of another release, running"), id="release"),
         pytest.param(("hanging", "isolated", "cleared"), id="others", marks=pytest.mark.thorough),
     ],
 )

@@ -72,6 +72,43 @@ def by_fork():
     os.waitpid(pid, 0)
 
 
+def by_fork_after_import():
+    import torch
+
+    by_fork()
+
+
+def by_forks(both=False, import_first=True):
+    """A fork of a fork, as of a daemon. All three use CUDA, or only the last."""
+    if import_first:
+        import torch
+
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            work(2)
+            os.write(writing, b"x")
+            os._exit(0)
+        if both:
+            work(1)
+            os.wait()
+        os._exit(0)
+    os.close(writing)
+    os.read(reading, 1)
+    if both:
+        os.wait()
+        work()
+
+
+def by_pool_that_restarts(method):
+    with multiprocessing.get_context(method).Pool(1, maxtasksperchild=1) as pool:
+        for number in range(3):
+            pool.apply(work, (number,))
+        pool.close()
+        pool.join()
+
+
 def by_pool():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         pool.apply(work)
@@ -119,6 +156,12 @@ WAYS = {
     "failed exec": lambda: subprocess.run([sys.executable, "-c", FAILS_TO_EXEC]),
     "exit function": lambda: python("-c", "import atexit, job, torch; atexit.register(job.work)"),
     "one after the other": lambda: [python(__file__, "script") for _ in range(2)],
+    "fork after import": by_fork_after_import,
+    "fork of a fork": by_forks,
+    "forks that all use CUDA": lambda: by_forks(both=True),
+    "fork of a fork without torch": lambda: by_forks(both=True, import_first=False),
+    "pool of forks that restarts": lambda: by_pool_that_restarts("fork"),
+    "forkserver pool that restarts": lambda: by_pool_that_restarts("forkserver"),
     "hanging": lambda: python("-c", "import job, time; job.work(); time.sleep(600)"),
 }
 
@@ -143,6 +186,10 @@ LEFT = {
     "cleared": lambda: left(MAPPED, "; time.sleep(600)", env={"PATH": os.environ["PATH"]}),
     "cleared and ended": lambda: left(MAPPED, "; time.sleep(1)", env={"PATH": os.environ["PATH"]}),
     "isolated": lambda: left(MAPPED, "; time.sleep(600)", "-I"),
+    "of another release": lambda: left(f"import pytest_gpumem; pytest_gpumem.__version__ = '9.9'; {WORKED}"),
+    "of another release, running": lambda: left(
+        f"import pytest_gpumem; pytest_gpumem.__version__ = '9.9'; {WORKED}", "; import time; time.sleep(600)"
+    ),
 }
 if __name__ == "__main__":
     WAYS[sys.argv[1]]()

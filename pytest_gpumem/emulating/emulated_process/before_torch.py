@@ -50,6 +50,8 @@ FORK = "GPUMEM_USAGE_FORK"
 STEPS = "GPUMEM_EMULATED_STEPS"
 """Environment variable with a number of optimizer steps, after which a process ends. Ignored without `USAGE`."""
 _AUTOGRAD = b"pt_autograd"
+_PENDING: list[object] = []
+"""Functions that the main thread will call. Python does not keep them alive."""
 _MOST_SECONDS = 10.0
 """The longest wait for autograd's threads at exit, in seconds. torch itself waits as long."""
 
@@ -192,7 +194,7 @@ def record_if_told_to(
         steps = variables.get(STEPS)
         command = ("python", "fork") if variables.get(FORK) else tuple(sys.orig_argv)
         interval = float(seconds) if seconds else None
-        has_sigterm = _end_at_sigterm(endings) if seconds else None
+        has_sigterm = _watch_sigterm(endings) if seconds else None
         record_usage(
             Path(folder), also_at_sigterm, int(steps) if steps else None, interval, command, has_sigterm, source
         )
@@ -249,21 +251,52 @@ def _is_worker_of_data_loader() -> bool:
     return data is not None and data.get_worker_info() is not None
 
 
+def _watch_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]:
+    """Call `_end_at_sigterm` in the main thread, and return a function that returns whether SIGTERM has come.
+
+    Another thread may be the first to use CUDA, for example a server's thread at the first request. Then the main thread calls
+    the function before its next Python instruction. If the main thread waits in C until the end, it never does.
+    """
+    watches: list[Callable[[], bool]] = []
+
+    def begin() -> None:
+        has_come = _end_at_sigterm(endings)
+        if has_come is not None:
+            watches.append(has_come)
+
+    _call_in_main_thread(begin)
+    return lambda: any(has_come() for has_come in watches)
+
+
+def _call_in_main_thread(function: Callable[[], None]) -> None:
+    import threading
+
+    if threading.current_thread() is threading.main_thread():
+        function()
+        return
+    import ctypes
+
+    def call(_: object) -> int:
+        function()
+        return 0
+
+    pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(call)
+    _PENDING.append(pending)
+    ctypes.pythonapi.Py_AddPendingCall(pending, None)
+
+
 def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool] | None:
     """At SIGTERM, for example from ``Process.terminate()``, call functions before the process dies.
 
-    A program's own handler replaces this one, or calls it and goes on. Only the main thread can set a handler, so nothing
-    happens in another thread.
+    A program's own handler replaces this one, or calls it and goes on. Only the main thread can set a handler.
 
     Returns:
         A function that returns whether SIGTERM has come. Python runs a handler only between two instructions of the main
         thread, which may wait in C. ``None`` if the handler is not set, or if the program is told of signals in the same way.
     """
     import signal
-    import threading
 
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return None
 
     def end_and_die(signum: int, _frame: object) -> None:

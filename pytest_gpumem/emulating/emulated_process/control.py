@@ -10,11 +10,13 @@ Example: a test's call begins with the request 6 and ends with the request 7. Th
 from __future__ import annotations
 
 import os
+import re
 import socket
+import struct
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulating.emulated_process.usage import is_own, usage_from, usage_text
+from pytest_gpumem.emulating.emulated_process.usage import InvalidReport, is_own, usage_from, usage_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
 
 _NAME = "control"
+_NUMBER = re.compile(rb"[0-9]{1,18}")
 _MOST_WAITING = 4096
 """The number of processes that can connect before the test's process accepts them. The system may have a lower limit."""
 
@@ -38,9 +41,16 @@ def answer_line(window: int, usage: ProcessUsage) -> bytes:
 
 
 def answer_from(line: bytes) -> tuple[int, ProcessUsage]:
-    """Return the number and the usage in a line from `answer_line`."""
-    number, _, text = line.decode().partition(" ")
-    return int(number), usage_from(text)
+    """Return the number and the usage in a line from `answer_line`.
+
+    Raises:
+        InvalidReport: The line is not an answer from this release.
+    """
+    number, _, text = line.partition(b" ")
+    usage = usage_from(text)
+    if not _NUMBER.fullmatch(number):
+        raise InvalidReport("sent an answer without a number")
+    return int(number), usage
 
 
 def listen(folder: Path) -> socket.socket | None:
@@ -57,6 +67,15 @@ def listen(folder: Path) -> socket.socket | None:
         return None
     listener.setblocking(False)
     return listener
+
+
+def pid_at(connection: socket.socket) -> int | None:
+    """Return the pid of the process at the other end of a connection; ``None`` if the system does not tell it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", credentials)[0]
+    return pid
 
 
 def is_listening(folder: Path) -> bool:

@@ -11,13 +11,30 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from pytest_gpumem import __version__
 from pytest_gpumem.base.atomic_file import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+
+MOST_BYTES = 256 * 2**20
+"""A larger report is not read."""
+
+_RELEASE = "release"
+"""The key for this package's release in a report."""
+_LONGEST_RELEASE = 40
+_INVALID = "wrote an invalid report on its GPU memory"
+_SAME = "Install the same release in both"
+TOO_LONG = f"{_INVALID}: the report has more than {MOST_BYTES >> 20} MiB"
+"""A clause about a process with a report that is too long."""
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Variables set by torchrun and deepspeed, by Open MPI's mpirun, and by other launchers of MPI programs."""
+_STEP_TASKS = "SLURM_STEP_NUM_TASKS"
+_MOST_DIGITS = 9
 
 SEEN = ".seen"
 """Suffix for a file beside the usages. A reporting process with the pid 4711 writes its command into ``4711.seen``,
@@ -32,6 +49,10 @@ RECORD = "record"
 
 Frame = tuple[str, int, str]
 """A Python frame: the file's path, the line and the function's name."""
+
+
+class InvalidReport(ValueError):
+    """A process's report cannot be read, for example because another release wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +148,6 @@ class ProcessIdentity:
     """A process among the other processes of its job."""
 
     pid: int = 0
-    parent: int = 0
-    """The parent's pid."""
     started: int = 0
     """Start time in ticks of the system's clock, which orders siblings. 0 if unknown."""
     command: tuple[str, ...] = ()
@@ -136,13 +155,25 @@ class ProcessIdentity:
     name: str = ""
     """The name from `multiprocessing`, such as ``SpawnProcess-1``. Empty for other processes."""
     rank: int | None = None
-    """``RANK`` in the process's environment, set by torchrun."""
-    local_rank: int | None = None
-    """``LOCAL_RANK`` in the process's environment."""
-    world: int | None = None
-    """``WORLD_SIZE`` in the process's environment."""
+    """The rank from `rank_in` for the process's environment."""
+    rank_variable: str = ""
+    """The variable with the rank: ``RANK``. Empty without a rank."""
     restart: int = 0
     """The number of times that torchrun has started all ranks again before it started this process."""
+
+
+def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """Return a process's rank and the variable with the rank. If no launcher has set a variable, return ``None`` and ``""``.
+
+    ``SLURM_PROCID`` is 0 in every batch script, and its children inherit it. Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``.
+    """
+    names = _RANKS if _number(environment.get(_STEP_TASKS)) in (None, 1) else (*_RANKS, "SLURM_PROCID")
+    numbers = ((_number(environment.get(name)), name) for name in names)
+    return next(((number, name) for number, name in numbers if number is not None), (None, ""))
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,46 +265,96 @@ def stack_start(stat: bytes) -> bytes:
     return fields[25] if len(fields) > 25 else b""
 
 
+def bytes_of(path: Path) -> bytes:
+    """Return a file's content; nothing if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def text_of(command: bytes) -> str:
+    """Return a command from ``/proc/<pid>/cmdline`` for a message."""
+    return " ".join(word.decode(errors="replace") for word in command.split(b"\0") if word)
+
+
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
     """Write a process's usage to a file called ``name`` in ``folder``. An earlier file with this name is replaced."""
     write_atomically(folder / f"{name}.json", usage_text(usage))
 
 
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """The reports in a folder, each with its file."""
+
+    usages: Mapping[Path, ProcessUsage]
+    """The usages, in the order in which the processes first used CUDA."""
+    invalid: Mapping[Path, str]
+    """A sentence for each file that is not a report from this release."""
+
+
+def read_reports(folder: Path) -> Reports:
+    """Read all processes' usages from ``folder``."""
+    usages: dict[Path, ProcessUsage] = {}
+    invalid: dict[Path, str] = {}
+    for path in folder.glob("*.json"):
+        try:
+            if path.stat().st_size > MOST_BYTES:
+                raise InvalidReport(TOO_LONG)
+            usages[path] = usage_from(path.read_bytes())
+        except FileNotFoundError:
+            continue  # the process has ended, and its folder is removed
+        except (OSError, InvalidReport) as error:
+            reason = f"wrote a report that cannot be read: {error}" if isinstance(error, OSError) else str(error)
+            pid = path.name.partition("-")[0]
+            command = text_of(mark_in(bytes_of(folder / f"{pid}{SEEN}"))[0])
+            invalid[path] = f"`{command}` {reason}" if command else f"process {pid} {reason}"
+    return Reports(dict(sorted(usages.items(), key=lambda entry: entry[1].began)), invalid)
+
+
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
-    """Read all processes' usages from ``folder``, in the order in which the processes first used CUDA."""
-    usages = (usage_from(path.read_text(encoding="utf-8")) for path in folder.glob("*.json"))
-    return tuple(sorted(usages, key=lambda usage: usage.began))
+    """Read all processes' usages from ``folder``, in the order in which the processes first used CUDA.
+
+    Raises:
+        InvalidReport: A file is not a report from this release.
+    """
+    reports = read_reports(folder)
+    for sentence in reports.invalid.values():
+        raise InvalidReport(sentence)
+    return tuple(reports.usages.values())
 
 
 def usage_text(usage: ProcessUsage) -> str:
     """Return a process's usage as JSON in a single line, for `usage_from`."""
-    return json.dumps(asdict(usage))
+    return json.dumps({_RELEASE: __version__, **asdict(usage)})
 
 
-def usage_from(text: str) -> ProcessUsage:
-    """Return the usage in a text from `usage_text`."""
-    plain = json.loads(text)
-    process = {**plain["process"], "command": tuple(plain["process"]["command"])}
-    changed = {
-        "devices": tuple(_device_from(device) for device in plain["devices"]),
-        "ran_out": None if plain["ran_out"] is None else OutOfMemory(**plain["ran_out"]),
-        "imported": tuple(plain["imported"]),
-        "process": ProcessIdentity(**process),
-    }
-    return ProcessUsage(**{**plain, **changed})
+def usage_from(text: str | bytes) -> ProcessUsage:
+    """Return the usage in a text from `usage_text`.
 
+    The process may run in another virtual environment, with another release of this package.
 
-def _device_from(plain: dict[str, Any]) -> DeviceUsage:
-    recorded = plain["recorded"]
-    if recorded is None:
-        return DeviceUsage(**plain)
-    at_peak, retained = (tuple(map(_blocks_from, recorded[name])) for name in ("at_peak", "retained"))
-    return DeviceUsage(**{**plain, "recorded": Recorded(at_peak, retained, tuple(recorded["modules"]))})
+    Raises:
+        InvalidReport: The text comes from another release, or from elsewhere. The error is a clause about the process:
+            ``runs pytest-gpumem 0.1.0, and this session 0.2.0. Install the same release in both``.
+    """
+    from pytest_gpumem.facts.values.plain import from_plain
+    from pytest_gpumem.facts.values.plain_error import PlainError
 
-
-def _blocks_from(plain: dict[str, Any]) -> RecordedBlocks:
-    frames = tuple((str(file), int(line), str(name)) for file, line, name in plain["frames"])
-    return RecordedBlocks(**{**plain, "frames": frames})
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidReport(f"{_INVALID}: the report is not JSON, or is truncated") from None
+    release = plain.pop(_RELEASE, None) if isinstance(plain, dict) else None
+    if isinstance(release, str) and release != __version__:
+        shown = ascii(release[:_LONGEST_RELEASE])[1:-1]
+        raise InvalidReport(f"runs pytest-gpumem {shown}, and this session {__version__}. {_SAME}")
+    try:
+        if isinstance(plain, dict) and release is None:
+            raise PlainError("is missing", _RELEASE)
+        return from_plain(ProcessUsage, plain)
+    except (PlainError, RecursionError) as error:
+        raise InvalidReport(f"{_INVALID}: {error}. {_SAME}") from None
 
 
 def no_kernels(torch: str, architectures: Sequence[str], capability: tuple[int, int]) -> str | None:

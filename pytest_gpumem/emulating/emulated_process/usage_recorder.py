@@ -30,6 +30,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     ProcessUsage,
     is_own,
     no_kernels,
+    rank_in,
     write_usage,
 )
 from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
@@ -294,20 +295,18 @@ def _doubts(allocated: Mapping[int, int]) -> dict[str, str | None]:
 
 def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
     """Return this process's program, its time of start, and its rank."""
-    numbers = [os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")]
-    rank, local_rank, world, restart = (int(number) if number.isdecimal() else None for number in numbers)
+    rank, rank_variable = rank_in(os.environ)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     multiprocessing = sys.modules.get("multiprocessing.process")
     name = "" if multiprocessing is None else str(multiprocessing.current_process().name)
     return ProcessIdentity(
         pid=os.getpid(),
-        parent=os.getppid(),
         started=_started(),
         command=command,
         name="" if name == "MainProcess" else name,
         rank=rank,
-        local_rank=local_rank,
-        world=world,
-        restart=restart or 0,
+        rank_variable=rank_variable,
+        restart=int(restart) if restart.isdecimal() else 0,
     )
 
 

@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def gained_further(self) -> int:
-        """The bytes that a process had gained before this measurement, minus its bytes before the baseline's measurement."""
+        """The bytes that a process had gained before this measurement, minus its gain before the baseline's measurement."""
         baseline = None if self.baseline is None else self.baseline.gained_before
         return self.measurement.gained_before - (baseline or 0)
 

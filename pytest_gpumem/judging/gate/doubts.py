@@ -60,22 +60,58 @@ def bytes_of_other_tests(comparison: Comparison, metric: Metric) -> tuple[int, i
     for bytes in both peaks, which the baseline's run allocated and retained itself. This run retains fewer bytes then, because
     another test has allocated them earlier.
 
+    If the process held less before this measurement than before the baseline's, its peak may be lower by these bytes.
+
     `retained` is lower if another test has allocated these bytes earlier, and higher if no other test has. Neither is a change.
 
     Example:
         An earlier test leaked 40 MB in a server. So the peak may be 40 MB higher. Another server loaded a model of 30 GB
         during the baseline's run. Now an earlier test has loaded the model. So `retained` may be 30 GB lower, and the peak
         may not be higher.
+
+        The baseline was recorded after a test that leaked 40 MB. Now the test runs alone. So the peak may be 40 MB lower.
     """
     further = comparison.gained_further
     if metric.name == "retained":
         return max(0, -further), max(0, further)
-    if metric.name != "peak_allocated" or comparison.baseline is None:
+    if metric.name != "peak_allocated":
         return 0, 0
+    return max(0, further + min(0, _retained_further(comparison))), max(0, -further)
+
+
+def _retained_further(comparison: Comparison) -> int:
+    """Return the bytes that a process has retained in this measurement, minus those in the baseline's."""
+    baseline = {} if comparison.baseline is None else comparison.baseline.metrics
     retained, baseline_retained = (
-        int(metrics.get("retained", 0)) for metrics in (comparison.measurement.metrics, comparison.baseline.metrics)
+        int(metrics.get("retained", 0)) for metrics in (comparison.measurement.metrics, baseline)
     )
-    return max(0, further - max(0, baseline_retained - retained)), 0
+    return retained - baseline_retained
+
+
+def doubt_within_tolerance(comparison: Comparison, metric: Metric, worsening: float, allowed: float) -> str | None:
+    """Return a reason to doubt a peak that is not above its tolerance, because the process held less before this measurement.
+
+    Example:
+        A baseline of 150 MB was recorded after a test that leaked 40 MB. Now the test runs alone, and its peak is 130 MB. The
+        server held 40 MB less, and the peak is only 20 MB lower. So this test may need 20 MB more than before.
+
+    The sum over all processes has no `retained`, which may show that this test has allocated these bytes itself this time. So
+    this function doubts the processes, and not their sum.
+
+    Args:
+        comparison: The comparison.
+        metric: The metric.
+        worsening: The value minus the baseline's value.
+        allowed: The allowed difference, in the metric's unit.
+    """
+    is_known = metric.name == "peak_allocated" and "retained" in comparison.measurement.metrics
+    further = comparison.gained_further if is_known else 0
+    if further >= 0 or worsening <= min(0, further + max(0, _retained_further(comparison))) + allowed:
+        return None
+    return (
+        f"the process had gained {format_bytes(-further)} less before this measurement than in the baseline, and its peak is "
+        "not lower by as much"
+    )
 
 
 def outcome_beyond_tolerance(

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.facts.metrics import METRICS, Metric, Tolerance
 from pytest_gpumem.judging.gate.baseline import Baseline, NoBaseline
 from pytest_gpumem.judging.gate.comparison import Comparison
-from pytest_gpumem.judging.gate.doubts import bytes_of_other_tests, outcome_beyond_tolerance, segments_by_chance
+from pytest_gpumem.judging.gate.doubts import (
+    bytes_of_other_tests,
+    doubt_within_tolerance,
+    outcome_beyond_tolerance,
+    segments_by_chance,
+)
 from pytest_gpumem.judging.gate.notes import notes_on
 from pytest_gpumem.judging.gate.one_sided import why_new
 from pytest_gpumem.judging.gate.speed import judge_step_time, judge_throughput
@@ -152,11 +157,14 @@ def _compare(comparison: Comparison, metric: Metric, baseline: Baseline, toleran
     is_beyond_tolerance = abs(worsening) > allowed_change and not math.isclose(
         abs(worsening), allowed_change, rel_tol=1e-12
     )
-    outcome, reason = (
-        outcome_beyond_tolerance(comparison, metric, baseline_value, allowed_change, is_worse=worsening > 0)
-        if is_beyond_tolerance
-        else (Outcome.OK, None)
-    )
+    if is_beyond_tolerance:
+        is_worse = worsening > 0
+        outcome, reason = outcome_beyond_tolerance(
+            comparison, metric, baseline_value, allowed_change, is_worse=is_worse
+        )
+    else:
+        reason = doubt_within_tolerance(comparison, metric, worsening, within)
+        outcome = Outcome.OK if reason is None else Outcome.UNCERTAIN
     return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
 

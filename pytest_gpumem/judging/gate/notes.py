@@ -86,12 +86,17 @@ def _gained_before(comparison: Comparison) -> Iterator[str]:
         and tolerance is not None
         and peak - baseline_peak > tolerance.allowed(baseline_peak)
     )
-    if not gained or not (is_over_budget or has_grown):
+    if not has_grown and not (gained > 0 and is_over_budget):
         return
-    held = f"held {format_bytes(gained)} more when this measurement began than when the session first saw"
+    held = f"held {_more_or_less(gained)} when this measurement began than when the session first saw"
     note = f"the processes {held} them" if measurement.workload.step == "processes" else f"the process {held} it"
     before = None if baseline is None else baseline.gained_before
-    yield note if before is None else f"{note}; in the baseline, {format_bytes(before)} more"
+    yield note if before is None else f"{note}; in the baseline, {_more_or_less(before)}"
+
+
+def _more_or_less(nbytes: int) -> str:
+    """Return a change in words: ``40.00 MB more``."""
+    return f"{format_bytes(abs(nbytes))} {'less' if nbytes < 0 else 'more'}"
 
 
 def _changed_workspaces(comparison: Comparison) -> Iterator[str]:

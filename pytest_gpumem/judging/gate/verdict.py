@@ -63,7 +63,8 @@ class Outcome(str, Enum):
     - An environment detail on which the metric depends differs from the baseline's. For example, counts depend on the torch
       release. Each [metric](metrics.md) names its details.
     - A time is longer, but its samples do not prove a slowdown.
-    - A server held more bytes [when the test began](../concepts/verdicts.md#a-server-that-grew-before) than in the baseline.
+    - A server held more or fewer bytes [when the test began](../concepts/verdicts.md#a-server-that-grew-before) than in the
+      baseline.
 
     If a figure in bytes grew by more than 40 %, no other environment explains this growth. The only exception is
     ``emulated_cudnn``: if it differs, the figures of an emulated GPU are ``uncertain``."""

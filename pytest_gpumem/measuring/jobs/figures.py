@@ -48,15 +48,16 @@ class ProcessFigures:
     unrecorded: str | None = None
     """The reason why the process did not record its allocations, although the test asked for a recording."""
     gained: Mapping[str, int] = field(default_factory=dict)
-    """For each GPU, the bytes by which the process's tensors grew from its first window's begin to this window's begin."""
+    """For each GPU, the bytes by which the process's tensors grew from its first window's begin to this window's begin. The
+    number is negative if the process has freed bytes since then."""
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
 
     @property
     def gained_before(self) -> int:
-        """The bytes on the GPU with the largest growth before this window."""
-        return max(self.gained.values(), default=0)
+        """The growth before this window on the GPU with the largest change."""
+        return max(self.gained.values(), key=abs, default=0)
 
     @property
     def peak_allocated(self) -> int:
@@ -85,7 +86,7 @@ class JobFigures:
     imbalance: float | None = None
     """The largest peak of a rank divided by the smallest; ``None`` if fewer than two ranks used a GPU."""
     gained_before: int = 0
-    """The sum of `ProcessFigures.gained` on the GPU with the largest sum."""
+    """The sum of `ProcessFigures.gained` over all processes, on the GPU with the largest change."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -150,7 +151,7 @@ def job_figures(
             )
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, names)
-    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, default=0))
+    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, key=abs, default=0))
 
 
 def imbalance(usages: Iterable[ProcessUsage], names: Iterable[str]) -> tuple[float | None, tuple[str, ...]]:
@@ -281,7 +282,7 @@ def program_name(command: Sequence[str]) -> str:
 
 
 def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:
-    return {gpus[device.device]: max(0, device.live_before - device.live_first) for device in usage.devices}
+    return {gpus[device.device]: device.live_before - device.live_first for device in usage.devices}
 
 
 def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:

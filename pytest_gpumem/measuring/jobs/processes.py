@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_gpumem.emulating.emulated_process.usage import SEEN, mark_in, stack_start
+from pytest_gpumem.emulating.emulated_process.usage import SEEN, bytes_of, mark_in, stack_start, text_of
 
 _GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
 
@@ -161,16 +161,3 @@ def _stat_fields(stat: bytes) -> list[bytes]:
     """Return the fields in ``/proc/<pid>/stat`` after the program's name; nothing if the process has ended."""
     fields = stat.rpartition(b")")[2].split()
     return fields if len(fields) > 19 else []
-
-
-def bytes_of(path: Path) -> bytes:
-    """Return a file's content; nothing if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def text_of(command: bytes) -> str:
-    """Return a command from ``/proc/<pid>/cmdline`` for a message."""
-    return " ".join(word.decode(errors="replace") for word in command.split(b"\0") if word)

@@ -14,7 +14,7 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_usages, uncounted_in
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_reports, uncounted_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class FinishedJob:
     """The usage of each process with CUDA."""
     unseen: tuple[str, ...]
     """The commands of processes with torch or CUDA, and without a report on their usage."""
+    invalid: tuple[str, ...] = ()
+    """A sentence for each process with an invalid report."""
     alive: tuple[str, ...] = ()
     """The commands of processes with torch or CUDA which still run, although the command has ended."""
     uncounted: tuple[tuple[str, str], ...] = ()
@@ -108,9 +110,18 @@ def run_job(
         until = time.monotonic() + _GRACE_SECONDS
         while processes.alive() and time.monotonic() < until:
             time.sleep(0.05)
-        usages, unseen, alive = read_usages(reports), processes.unseen(), processes.alive()
-        uncounted = tuple(uncounted_in(reports).values())
-        return FinishedJob(status, _text(output), _text(errors), usages, unseen, alive, uncounted)
+        found = read_reports(reports)
+        usages, invalid = tuple(found.usages.values()), tuple(found.invalid.values())
+        return FinishedJob(
+            status,
+            _text(output),
+            _text(errors),
+            usages,
+            processes.unseen(),
+            invalid,
+            processes.alive(),
+            tuple(uncounted_in(reports).values()),
+        )
 
 
 def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -19,14 +20,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
-from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, request_line
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, SEEN, mark_in, uncounted_in, usage_from
-from pytest_gpumem.measuring.jobs.popen_watch import PopenWatch
-from pytest_gpumem.measuring.jobs.processes import JobProcesses, bytes_of, is_running, own_children, text_of
+from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
+from pytest_gpumem.emulating.emulated_process.usage import (
+    MOST_BYTES,
+    RECORD,
+    SEEN,
+    TOO_LONG,
+    InvalidReport,
+    bytes_of,
+    mark_in,
+    read_reports,
+    text_of,
+    uncounted_in,
+)
+from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+from pytest_gpumem.measuring.jobs.processes import is_running, own_children
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessUsage
@@ -38,7 +49,10 @@ _RECORDED_SECONDS = 60.0
 """The same for a process that recorded its allocations, because it looks at up to 2**19 entries of the history. 300,000 entries
 took 5.4 s on two busy cores."""
 _LOOK_SECONDS = 0.02
+_MOST_DIGITS = 10
 _PREFIX = "gpumem-processes-"
+_OTHER_PARENTS = ("/tmp", "/dev/shm", "/var/tmp")  # noqa: S108 -- `mkdtemp` makes a folder that only this user can open
+_NO_SOCKETS = "no folder for temporary files has Unix sockets. Set TMPDIR to a folder on a local disk"
 _YOUNG_SECONDS = 86_400.0
 """A younger folder may belong to a session on another machine, because machines may share a folder for temporary files."""
 _MOST_REMOVALS = 10
@@ -66,6 +80,8 @@ class WindowUsage:
     """The last reports of killed processes. Their peaks are lower bounds."""
     silent: tuple[ProcessUsage, ...] = ()
     """The last reports of running processes that did not answer in time."""
+    unknown: tuple[str, ...] = ()
+    """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
     unseen: tuple[str, ...] = ()
     """The commands of processes with torch or CUDA, and without reports."""
     importing: tuple[str, ...] = ()
@@ -79,6 +95,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     usages: dict[_Key, ProcessUsage] = {}
     killed: dict[_Key, ProcessUsage] = {}
     silent: dict[_Key, ProcessUsage] = {}
+    unknown: dict[str, None] = {}
     unseen: dict[str, None] = {}
     importing: dict[str, None] = {}
     uncounted: dict[tuple[str, str], None] = {}
@@ -88,11 +105,19 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
             usages[key] = _joined_usage(usages[key], usage) if key in usages else usage
         killed |= {_key(usage): usage for usage in part.killed}
         silent |= {_key(usage): usage for usage in part.silent}
+        unknown |= dict.fromkeys(part.unknown)
         unseen |= dict.fromkeys(part.unseen)
         importing |= dict.fromkeys(part.importing)
         uncounted |= dict.fromkeys(part.uncounted)
-    processes = (tuple(usages.values()), tuple(killed.values()), tuple(silent.values()))
-    return WindowUsage(*processes, tuple(unseen), tuple(importing), tuple(uncounted))
+    return WindowUsage(
+        tuple(usages.values()),
+        tuple(killed.values()),
+        tuple(silent.values()),
+        tuple(unknown),
+        tuple(unseen),
+        tuple(importing),
+        tuple(uncounted),
+    )
 
 
 def _joined_usage(earlier: ProcessUsage, later: ProcessUsage) -> ProcessUsage:
@@ -115,6 +140,26 @@ def _joined_device(earlier: DeviceUsage | None, later: DeviceUsage) -> DeviceUsa
     )
 
 
+def first_live(first: int, last: int, current: int) -> int:
+    """Return a process's live bytes at first, after a change between two windows.
+
+    The change first undoes the growth in earlier windows, for example if a fixture empties a server's cache after each test.
+    The rest counts as if it had been there at first, because a fixture may load another model.
+
+    Example:
+        A server had 100 bytes at first. Tests let it keep 30 more, and a fixture frees them: ``first_live(100, 130, 100)``
+        returns 100. If the fixture loads 400 bytes more instead, ``first_live(100, 130, 530)`` returns 500.
+
+    Args:
+        first: The bytes at first, so far.
+        last: The bytes when the last window ended.
+        current: The bytes now.
+    """
+    change, grown = current - last, last - first
+    undone = sorted((0, change, -grown))[1]  # 0 if both have the same sign, otherwise the smaller of both
+    return first + change - undone
+
+
 class Window:
     """A part of a test. `usage` is complete when the part has ended."""
 
@@ -134,10 +179,11 @@ class ProcessWindows:
         """Begin without windows. ``variables`` are further environment variables for the processes."""
         _remove_abandoned()
         self._further_variables = dict(variables or {})
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # only this user can open it
-        self._listener = listen(self._folder)
-        self._connections: dict[socket.socket, bytes] = {}
+        self._folder, self._listener = _folder_with_listener()
+        self._connections: dict[socket.socket, bytearray] = {}
         """Connections to processes, each with the received begin of an answer."""
+        self._invalid: dict[str, None] = {}
+        """Sentences about invalid answers to the current request."""
         self._open: list[Window] = []
         self._live_first: dict[_Key, dict[int, int]] = {}
         """For each process, the live bytes on each GPU when its first window began."""
@@ -147,7 +193,6 @@ class ProcessWindows:
         self._owner = os.getpid()
         self._older = frozenset(own_children())
         """Children from before this object. They have no variables, and are not this session's."""
-        self._watch = PopenWatch(self._folder, self.variables({}))
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_fork)
 
@@ -158,7 +203,6 @@ class ProcessWindows:
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""
         self._close_sockets()
-        self._watch.close()
         if self._owner == os.getpid():
             for _ in range(_MOST_REMOVALS):
                 if self._folder.exists():
@@ -192,14 +236,16 @@ class ProcessWindows:
             flag.touch()
         try:
             # Without an answer now, a process has no new peaks, so its figures in this window will be too large.
-            window.parts.append(WindowUsage(silent=self._divide().silent))
+            begin_part = self._divide()
+            unasked = begin_part.unknown if self._listener is None else ()
+            window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
-            begin = time.monotonic()
             marks, earlier = set(self._folder.glob(f"*{SEEN}")), uncounted_in(self._folder)
-            yield window
+            with ChildWatch(self._folder, self._older) as watch:
+                yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
-            unseen = (*self._unseen(), *self._watch.unseen_since(begin))
+            unseen = watch.unseen()
             uncounted = tuple(entry for path, entry in uncounted_in(self._folder).items() if path not in earlier)
             window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
         finally:
@@ -213,21 +259,35 @@ class ProcessWindows:
         """
         self._number += 1
         asked = time.monotonic_ns()
-        if self._listener is None or not (self._connections or self._accepted() or self._reports()):
+        # On Windows, only launched jobs are measured. A fork of the test's process measures nothing.
+        if not hasattr(socket, "AF_UNIX") or self._owner != os.getpid():
             return WindowUsage()
-        answers = self._answers(asked, seconds)
+        if not (self._connections or self._accepted() or any(self._folder.glob("*.json"))):
+            return WindowUsage()
+        answers = {} if self._listener is None else self._answers(asked, seconds)
         usages = [self._with_live_first(usage) for usage in answers.values()]
         killed: list[ProcessUsage] = []
         silent: list[ProcessUsage] = []
-        for path, usage in self._reports().items():
+        reports = read_reports(self._folder)
+        unknown = [*self._invalid, *reports.invalid.values()]
+        self._invalid.clear()
+        for path in reports.invalid:
+            if not _may_run(path.name.partition("-")[0]):
+                _remove(path)
+        for path, usage in reports.usages.items():
             if _key(usage) in answers or self._is_later(usage, asked):
                 continue
             if usage.ended is None and is_running(usage.process.pid, usage.process.started):
-                silent.append(usage)
+                if self._listener is None:
+                    unknown.append(
+                        f"`{command_text(usage)}` runs, and cannot be asked for its GPU memory, because {_NO_SOCKETS}"
+                    )
+                else:
+                    silent.append(usage)
                 continue
             (usages if usage.ended is not None else killed).append(self._with_live_first(usage))
             path.unlink(missing_ok=True)
-        part = WindowUsage(tuple(usages), tuple(killed), tuple(silent))
+        part = WindowUsage(tuple(usages), tuple(killed), tuple(silent), tuple(unknown))
         for window in self._open:
             window.parts.append(part)
         return part
@@ -235,15 +295,14 @@ class ProcessWindows:
     def _with_live_first(self, usage: ProcessUsage) -> ProcessUsage:
         """Return a process's usage with the live bytes on each GPU when the process's first window began.
 
-        If the process began within a window, it had no bytes when this window began. Growth between windows counts as if it had
-        been there at first, because a fixture may load a larger model.
+        If the process began within a window, it had no bytes when this window began. Between windows, `first_live` decides.
         """
         live = {device.device: device.live for device in usage.devices}
         key = _key(usage)
         live_first = self._live_first.setdefault(key, {} if self._open else dict(live))
         if not self._open:
             for gpu, nbytes in self._live_last.get(key, {}).items():
-                live_first[gpu] = live_first.get(gpu, 0) + live.get(gpu, nbytes) - nbytes
+                live_first[gpu] = first_live(live_first.get(gpu, 0), nbytes, live.get(gpu, nbytes))
         self._live_last[key] = live
         devices = (replace(device, live_first=live_first.get(device.device, 0)) for device in usage.devices)
         return replace(usage, devices=tuple(devices))
@@ -265,14 +324,21 @@ class ProcessWindows:
             waiting |= new
             ready = wait(waiting, _LOOK_SECONDS) if waiting else []
             for connection in waiting.intersection(ready):
-                for usage in self._received(connection):
+                try:
+                    received = self._received(connection)
+                except InvalidReport as error:
+                    self._invalid[f"{_name_at(connection)} {error}"] = None
+                    waiting.discard(connection)
+                    continue
+                for usage in received:
                     answers[_key(usage)] = usage
                     waiting.discard(connection)
                 if connection not in self._connections:
                     waiting.discard(connection)
             new = self._accepted()
             if not new and not waiting:
-                if not any(self._may_answer(usage, answers, asked) for usage in self._reports().values()):
+                usages = read_reports(self._folder).usages.values()
+                if not any(self._may_answer(usage, answers, asked) for usage in usages):
                     break
                 time.sleep(_LOOK_SECONDS)  # a process with CUDA is about to connect
         return answers
@@ -288,12 +354,16 @@ class ProcessWindows:
             while self._listener is not None:
                 connection = self._listener.accept()[0]
                 connection.setblocking(False)
-                self._connections[connection] = b""
+                self._connections[connection] = bytearray()
                 new.add(connection)
         return new
 
     def _received(self, connection: socket.socket) -> list[ProcessUsage]:
-        """Return the received answers to the current request. An answer to an earlier request is too late."""
+        """Return the received answers to the current request. An answer to an earlier request is too late.
+
+        Raises:
+            InvalidReport: The process sent something else.
+        """
         try:
             received = connection.recv(1 << 20)
         except BlockingIOError:
@@ -304,29 +374,69 @@ class ProcessWindows:
             del self._connections[connection]
             connection.close()
             return []
-        *lines, self._connections[connection] = (self._connections[connection] + received).split(b"\n")
-        answers = [answer_from(line) for line in lines]
+        answer = self._connections[connection]
+        if len(answer) > MOST_BYTES:
+            answer.clear()
+            raise InvalidReport(TOO_LONG)
+        answer += received
+        if b"\n" not in received:
+            return []
+        *lines, rest = answer.split(b"\n")
+        answer[:] = rest
+        answers = [answer_from(bytes(line)) for line in lines]
         return [usage for number, usage in answers if number == self._number]
-
-    def _reports(self) -> dict[Path, ProcessUsage]:
-        return {path: usage_from(path.read_text(encoding="utf-8")) for path in self._folder.glob("*.json")}
 
     def _imported_since(self, marks: Collection[Path]) -> tuple[str, ...]:
         own = Path("/proc/self/cmdline").read_bytes() if Path("/proc/self/cmdline").exists() else b""
         new = [path for path in self._folder.glob(f"*{SEEN}") if path not in marks]
         return tuple(text_of(command) for command, _ in map(mark_in, map(bytes_of, new)) if command and command != own)
 
-    def _unseen(self) -> tuple[str, ...]:
-        """Return descendants without reports, by their commands."""
-        children = set(own_children()) - self._older
-        if not children:
-            return ()
-        processes = JobProcesses(self._folder)
-        for pid in children:
-            processes.begin(pid)
-        processes.look()
-        processes.look()
-        return processes.unseen()
+
+def _may_run(pid: str) -> bool:
+    """Return whether a process runs whose pid begins a file's name."""
+    return pid.isdecimal() and len(pid) < _MOST_DIGITS and is_running(int(pid), 0)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or folder."""
+    with suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _name_at(connection: socket.socket) -> str:
+    """Return a name for the process at the other end of a connection: its command if it still runs."""
+    pid = pid_at(connection)
+    command = text_of(bytes_of(Path(f"/proc/{pid}/cmdline")))
+    return f"`{command}`" if command else f"process {pid}"
+
+
+def _folder_with_listener() -> tuple[Path, socket.socket | None]:
+    """Make a folder that only this user can open, and return it with a socket to which processes connect.
+
+    A folder for temporary files may be on a file system without Unix sockets, for example on a network. Then other folders are
+    tried. If none has sockets, the socket is ``None``, and running processes cannot be asked.
+    """
+    without_sockets: list[Path] = []
+    try:
+        for parent in _parents():
+            try:
+                folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            except OSError:
+                continue
+            listener = listen(folder)
+            if listener is not None:
+                return folder, listener
+            without_sockets.append(folder)
+        return (without_sockets.pop(0) if without_sockets else Path(tempfile.mkdtemp(prefix=_PREFIX))), None
+    finally:
+        for folder in without_sockets:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _parents() -> list[Path]:
+    """Return the folders that may contain a folder of this module: the first for temporary files, then others."""
+    names = (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), *_OTHER_PARENTS)
+    return [parent for parent in dict.fromkeys(map(Path, filter(None, names))) if parent.is_dir()]
 
 
 def command_text(usage: ProcessUsage) -> str:
@@ -336,7 +446,7 @@ def command_text(usage: ProcessUsage) -> str:
 
 def _remove_abandoned() -> None:
     """Remove this user's folders of sessions that were killed. Nobody listens in such a folder."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for folder in (folder for parent in _parents() for folder in parent.glob(f"{_PREFIX}*")):
         with suppress(OSError):
             status = folder.lstat()
             is_own = hasattr(os, "getuid") and status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
-from pytest_gpumem.emulating.emulated_process.usage import among_all
+from pytest_gpumem.emulating.emulated_process.usage import among_all, rank_in
 from pytest_gpumem.facts.values.option_words import NOT_SEEN
 from pytest_gpumem.measuring.jobs.figures import (
     JobFigures,
@@ -23,7 +23,7 @@ from pytest_gpumem.measuring.jobs.figures import (
 from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, command_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
@@ -83,7 +83,8 @@ def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
-    return job_figures(map(_without_own_rank, window.usages), device.torch_device.type, own)
+    usages = without_rank_in(os.environ, window.usages)
+    return job_figures(usages, device.torch_device.type, own)
 
 
 def _in_machine(index: int | None, visible: str | None) -> int:
@@ -98,13 +99,17 @@ def _lacking(device: Device) -> str | None:
     return "other processes of this session report only their GPU memory, because not all tests are measured on the CPU"
 
 
-def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
-    """Remove the rank that a process inherits from the test's own process, because names of measurements have it already."""
-    is_inherited = str(usage.process.rank) == os.environ.get("RANK")
-    return replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
+def without_rank_in(environment: Mapping[str, str], usages: Iterable[ProcessUsage]) -> Iterator[ProcessUsage]:
+    """Remove the rank that a process inherits from an environment: the test's own rank, which is not a rank in a job."""
+    own_rank = rank_in(environment)
+    for usage in usages:
+        is_inherited = (usage.process.rank, usage.process.rank_variable) == own_rank
+        yield replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
 
 
 def _check(window: WindowUsage) -> None:
+    for sentence in window.unknown:
+        raise MeasuringError(sentence)
     for usage in window.silent:
         raise MeasuringError(
             f"`{command_text(usage)}` did not report its memory within {ANSWER_SECONDS:g} seconds, so its memory is not "

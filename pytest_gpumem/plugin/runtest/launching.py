@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
 from pytest_gpumem.measuring.jobs.run import failure, run_job
+from pytest_gpumem.plugin.runtest.child_processes import without_rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -81,6 +82,9 @@ def launch(
             raise JobError(failure(words, job))
         if job.uncounted:
             raise CannotRun(f"gpumem.launch: `{job.uncounted[0][0]}` loads torch, and {job.uncounted[0][1]}")
+        # A job may set RANK for itself, and to the test's own rank by chance.
+        launchers = {name: value for name, value in os.environ.items() if name != "RANK"}
+        job = replace(job, usages=tuple(without_rank_in(launchers, job.usages)))
         figures = job_figures(job.usages, run.device.torch_device.type)
         check_job(words, job, figures, ranks)
         return job, figures
@@ -120,6 +124,8 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             "not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or uses a GPU "
             "without torch"
         )
+    if job.invalid:
+        raise JobError(f"`{shown}`: {job.invalid[0]}")
     if job.alive:
         raise JobError(
             f"`{shown}` has ended, but its process still runs, so the memory is not known: {job.alive[0]}. Let the command "
@@ -142,9 +148,9 @@ def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
     numbers = {usage.process.rank for usage in job.usages if usage.devices and usage.process.rank is not None}
     missing = [str(rank) for rank in range(ranks) if rank not in numbers]
     if missing:
-        variables = " or ".join(f"RANK={rank}" for rank in missing)
         raise JobError(
-            f"`{shown}` has ranks={ranks}, but no process with {variables} in its environment used the device"
+            f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used the device. The rank is in the "
+            "variable RANK, or in the variable from mpirun or srun"
         )
     if len(numbers) > ranks:
         raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used the device")
