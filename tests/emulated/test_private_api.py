@@ -148,3 +148,29 @@ for count in (1, 10):
     print(len(recorder.recorded({})), recorder.failure)
 """)
     assert printed.splitlines() == ["1 None", "0 the history has no room for more than 12 entries"]
+
+
+def test_frees_are_counted(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.torch_support.private_api.allocator import cuda_frees
+kept = torch.empty(8, device="cuda")
+before = cuda_frees(0)
+del kept
+print(cuda_frees(0) - before)
+""")
+    assert printed == "1\n"
+
+
+def test_a_history_with_native_frames_names_operators_and_nodes(on_gpu):
+    printed = on_gpu("""
+from pytest_gpumem.torch_support.private_api.allocator import cuda_snapshot, start_cuda_history, stop_cuda_history
+from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames, node_in, operator_in
+weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+for native in (False, names_native_frames()):
+    start_cuda_history(native=native)
+    weight.exp().sum().backward()
+    names = {frame["name"] for entry in cuda_snapshot()["device_traces"][0] for frame in entry.get("frames", ())}
+    stop_cuda_history()
+    print(native, "aten::exp" in map(operator_in, names), "ExpBackward0" in map(node_in, names))
+""")
+    assert printed.splitlines() == ["False False False", "True True True"]
