@@ -39,7 +39,7 @@ def fork_and_exec(code):
     return pid
 
 
-ENDS = "import time; time.sleep(0.7)"
+ENDS = "import time; time.sleep(2)"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_fork_of_the_tests_process_that_uses_no_cuda_is_not_named(windows):
 def test_a_process_that_nobody_waits_for_is_named_once(windows):
     with windows.window() as window:
         pid = spawn(maps_torch(ENDS))
-        time.sleep(1.2)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert len(unseen(window)) == 1
     with windows.window() as later:
         time.sleep(0.3)
@@ -114,3 +114,30 @@ def test_an_error_in_the_window_ends_the_thread(windows):
     with pytest.raises(ZeroDivisionError), windows.window():
         1 / 0  # noqa: B018
     assert not any(thread.name == "gpumem-watch" for thread in threading.enumerate())
+
+
+WITH_A_FORK = """
+import os
+import threading
+
+at_fork = []
+os.register_at_fork(before=lambda: at_fork.append(threading.active_count()))
+
+from pathlib import Path
+
+from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+
+with ChildWatch(Path(), ()):
+    before = threading.active_count()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print(before, *at_fork, threading.active_count())
+print(threading.active_count())
+"""
+
+
+def test_the_thread_pauses_while_the_process_forks():
+    done = subprocess.run([sys.executable, "-c", WITH_A_FORK], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "1", "2", "1"]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.1
 _MOST_SHARE = 0.05
 """The thread looks for at most this share of the time. A look took 5 ms on a machine with 150 processes."""
+_BEGUN: list[ChildWatch] = []
+"""The watches whose context has begun."""
 
 
 class ChildWatch:
@@ -38,16 +40,30 @@ class ChildWatch:
         self._children: set[int] = set()
         self._owner = os.getpid()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look_again, name="gpumem-watch", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        _BEGUN.append(self)
+        self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        _BEGUN.remove(self)
         if self._owner == os.getpid():  # a fork has no such thread
+            self.stop()
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._is_over.clear()
+        self._thread = threading.Thread(target=self._look_again, name="gpumem-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread."""
+        if self._thread is not None:
             self._is_over.set()
             self._thread.join()
+            self._thread = None
 
     def unseen(self) -> tuple[str, ...]:
         """Return commands: one for each process with torch or CUDA, but without a report. Call this after the context."""
@@ -61,9 +77,9 @@ class ChildWatch:
     def _look_again(self) -> None:
         pause = _LOOK_SECONDS
         while not self._is_over.wait(pause):
-            begin = time.monotonic()
+            begin = time.thread_time()
             self._look()
-            pause = max(_LOOK_SECONDS, (time.monotonic() - begin) / _MOST_SHARE)
+            pause = max(_LOOK_SECONDS, (time.thread_time() - begin) / _MOST_SHARE)
 
     def _look(self) -> None:
         if not self._processes.is_running() and not _has_children():
@@ -85,3 +101,18 @@ def _has_children() -> bool:
     except ChildProcessError:
         return False
     return True
+
+
+def _stop_all() -> None:
+    for watch in _BEGUN:
+        watch.stop()
+
+
+def _start_all() -> None:
+    for watch in _BEGUN:
+        watch.start()
+
+
+if hasattr(os, "register_at_fork"):
+    # Python 3.12 and newer warn if a process with several threads forks, and a test may turn the warning into an error.
+    os.register_at_fork(before=_stop_all, after_in_parent=_start_all, after_in_child=_BEGUN.clear)
