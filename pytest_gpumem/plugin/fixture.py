@@ -551,13 +551,14 @@ class Gpumem:
             run.alone("estimate", name),
             self._or_refused(),
             prepared_train_step(run.context, source, batch, config=parsed, loss=loss, optimizer=optimizer) as prepared,
+            run.processes_window() as window,
         ):
             step = run.measure(prepared)
             state = state_of(prepared, step.figures)
             findings = findings_of(state)
             judged = run.judge(prepared, replace(step, notes=(*step.notes, *findings)), name)
         del prepared
-        return Estimate(run.keep(judged), state, findings)
+        return Estimate(run.keep_step(judged, window), state, findings)
 
     def assert_same_gradients(
         self,
@@ -655,10 +656,10 @@ class Gpumem:
     ) -> Measurement:
         """Measure and judge the step that ``method`` prepared."""
         run = self._run
-        with run.alone(method, name), self._or_refused(), step as prepared:
+        with run.alone(method, name), self._or_refused(), step as prepared, run.processes_window() as window:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
         del prepared  # Free the step's tensors before the measurement is returned.
-        return run.keep(judged)
+        return run.keep_step(judged, window)
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

@@ -8,16 +8,15 @@ GPU. If both processes had used ``cuda:0`` the job's figure would be the sum, 6.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pytest_gpumem.base.units import counted, format_bytes, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage, Recorded
 
@@ -28,9 +27,35 @@ _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.f
 _LONG_NUMBER = re.compile(r"\d{3,}")
 ALL = "all processes"
 """The name for the sum over a test's own process and its other processes."""
+PROCESS, PROCESSES = "process", "processes"
+"""The steps in the workloads of another process, and of all processes together (`Workload.step`)."""
 _METRICS = ("peak_allocated", "peak_reserved")
 _DEFAULT_NAME = re.compile(r"(Fork|Spawn|ForkServer)?(Pool)?(Process|Worker)-[\d:]+")
 """Names that `multiprocessing` gives to processes: ``SpawnProcess-1``."""
+
+
+class Live(NamedTuple):
+    """A process's tensors on a GPU, in requested bytes. After the process's end there are none."""
+
+    before: int
+    after: int
+    allocations: int
+    """The number of allocations in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of processes and GPUs. They stay from a step to the next step, which may have further processes.
+
+    Example:
+        Each step asks the server ``serve.py``, and starts ``job.py``, which ends. In each step the server is ``serve.py``, and
+        the new process is ``job.py`` and not ``job.py 2``.
+    """
+
+    processes: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Names by pid and begin (`ProcessUsage.began`)."""
+    gpus: Mapping[int, str] = field(default_factory=dict)
+    """The GPUs' names in the test's process, by the index in the machine: ``{2: "cuda:0"}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,8 @@ class ProcessFigures:
     """The reason why the process did not record its allocations, although the test asked for a recording."""
     gained: Mapping[str, int] = field(default_factory=dict)
     """For each GPU, the bytes by which the process's tensors grew from its first window's begin to this window's begin."""
+    live: Mapping[str, Live] = field(default_factory=dict)
+    """The process's tensors on each GPU."""
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
@@ -85,10 +112,15 @@ class JobFigures:
     """The largest peak of a rank divided by the smallest; ``None`` if fewer than two ranks used a GPU."""
     gained_before: int = 0
     """The sum of `ProcessFigures.gained` on the GPU with the largest sum."""
+    names: Names = Names()
+    """The names in this job, for the next step."""
 
 
 def job_figures(
-    usages: Iterable[ProcessUsage], gpu: str = "cuda", own: Mapping[int, OwnPeak] | None = None
+    usages: Iterable[ProcessUsage],
+    gpu: str = "cuda",
+    own: Mapping[int, OwnPeak] | None = None,
+    earlier: Names | None = None,
 ) -> JobFigures:
     """Return a job's figures. Processes without reserved memory on a GPU are left out.
 
@@ -101,12 +133,16 @@ def job_figures(
         usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
         gpu: The GPUs' type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
+        earlier: The names in the step before. A process with such a name counts even if it did not allocate.
     """
-    own = own or {}
-    used = sorted((usage for usage in usages if usage.devices and is_active(usage)), key=_place)
-    names = process_names([usage.process for usage in used], reserved=(ALL,) if own else ())
-    gpus = {number: peak.gpu for number, peak in own.items()}
-    further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(own))
+    own, earlier = own or {}, earlier or Names()
+    used = sorted(
+        (usage for usage in usages if usage.devices and (is_active(usage) or _key(usage) in earlier.processes)),
+        key=_place,
+    )
+    names = _names_of(used, earlier.processes, (ALL,) if own else ())
+    gpus = {**earlier.gpus, **{number: peak.gpu for number, peak in own.items()}}
+    further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(gpus))
     free_names = (name for index in count() if (name := f"{gpu}:{index}") not in gpus.values())
     gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
     processes = tuple(
@@ -118,6 +154,7 @@ def job_figures(
             {gpus[device.device]: device.recorded for device in usage.devices if device.recorded is not None},
             usage.unrecorded,
             _gained(usage, gpus),
+            {gpus[device.device]: _live(usage, device) for device in usage.devices},
         )
         for name, usage in zip(names, used, strict=True)
     )
@@ -144,7 +181,22 @@ def job_figures(
     notes += [f"{process.name}: {note}" for process in processes for note in process.notes]
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, names)
-    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, default=0))
+    kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)
+    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, default=0), kept_names)
+
+
+def _key(usage: ProcessUsage) -> tuple[int, int]:
+    return usage.process.pid, usage.began
+
+
+def _names_of(
+    used: Sequence[ProcessUsage], earlier: Mapping[tuple[int, int], str], reserved: Sequence[str]
+) -> list[str]:
+    """Return a name for each process. Processes with an earlier name keep it, and new processes get free names."""
+    kept = [earlier.get(_key(usage)) for usage in used]
+    new = [usage.process for usage, name in zip(used, kept, strict=True) if name is None]
+    new_names = iter(process_names(new, reserved=(*reserved, *filter(None, kept))))
+    return [name or next(new_names) for name in kept]
 
 
 def imbalance(usages: Iterable[ProcessUsage], names: Iterable[str]) -> tuple[float | None, tuple[str, ...]]:
@@ -227,7 +279,7 @@ def _place(usage: ProcessUsage) -> tuple[int, ...]:
     return (process.restart, -1 if process.rank is None else process.rank, process.started, process.pid, usage.began)
 
 
-def process_names(processes: Sequence[ProcessIdentity], reserved: Sequence[str] = ()) -> list[str]:
+def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str] = ()) -> list[str]:
     """Return a distinct name for each process in a job: its program, with its rank or its number among equal programs.
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
@@ -238,17 +290,16 @@ def process_names(processes: Sequence[ProcessIdentity], reserved: Sequence[str] 
 
     Args:
         processes: The processes, ordered by start.
-        reserved: Names for other figures. A process gets them with a number only.
+        reserved: Names for other figures and processes. A process with such a name gets a number.
     """
     names: list[str] = []
-    numbers: Counter[str] = Counter(reserved)
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
         name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
         name = name if process.rank is None else f"{name} rank {process.rank}"
         name = name if not process.restart else f"{name} restart {process.restart}"
-        numbers[name] += 1
-        names.append(name if numbers[name] == 1 else f"{name} {numbers[name]}")
+        numbered = (name if number == 1 else f"{name} {number}" for number in count(1))
+        names.append(next(candidate for candidate in numbered if candidate not in (*reserved, *names)))
     return names
 
 
@@ -276,6 +327,10 @@ def program_name(command: Sequence[str]) -> str:
 
 def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:
     return {gpus[device.device]: max(0, device.live_before - device.live_first) for device in usage.devices}
+
+
+def _live(usage: ProcessUsage, device: DeviceUsage) -> Live:
+    return Live(device.live_before, device.live if usage.ended is None else 0, device.allocations)
 
 
 def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.jobs.figures import Names
     from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
 
 
@@ -61,28 +62,40 @@ class SessionProcesses:
         """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
         return self._windows.window(record=record)
 
+    def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
+        """End a step, which is a part of a window, and return the figures of all processes as `figures_of_processes` does.
 
-def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping[str, int]) -> JobFigures:
+        If there are no other processes, return ``None``.
+        """
+        step = self._windows.divide()
+        is_alone = not (step.usages or step.killed or step.silent)
+        return None if is_alone else figures_of_processes(step, device, own_peaks, earlier)
+
+
+def figures_of_processes(
+    window: WindowUsage, device: Device, own_peaks: Mapping[str, int], earlier: Names | None = None
+) -> JobFigures:
     """Return the figures of all processes in a window. They are empty if no process used a GPU.
 
     Args:
-        window: The processes in the test's call or region.
+        window: The processes in the test's call, region or step.
         device: The test's device.
         own_peaks: The peak of the test's own process in bytes, by GPU: ``{"cuda:0": 4096}``.
+        earlier: The names in the step before.
 
     Raises:
         MeasuringError: The memory of a process that the test used is not known.
     """
     if device.lacks("processes") is not None:
         return JobFigures({}, ())
-    _check(window)
+    check_processes(window, device)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
     own = {
         among_all(on_device.torch_device.index or 0, visible): OwnPeak(gpu, own_peaks[gpu])
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
-    return job_figures(map(_without_own_rank, window.usages), device.torch_device.type, own)
+    return job_figures(map(_without_own_rank, window.usages), device.torch_device.type, own, earlier)
 
 
 def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
@@ -91,7 +104,10 @@ def _without_own_rank(usage: ProcessUsage) -> ProcessUsage:
     return replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
 
 
-def _check(window: WindowUsage) -> None:
+def check_processes(window: WindowUsage, device: Device) -> None:
+    """Raise `MeasuringError` if the memory of a process that the test used is not known."""
+    if device.lacks("processes") is not None:
+        return
     for usage in window.silent:
         raise MeasuringError(
             f"`{command_text(usage)}` did not report its GPU memory within {ANSWER_SECONDS:g} seconds, so its memory is not "
