@@ -428,9 +428,14 @@ class TestRun:
                 judged = self.explainer.explained(judged, explanation, explain)
             judged = self.explainer.with_packages(judged)
             consensus.release()  # the caller frees the step's objects next
-        if is_elsewhere:
+        return self._judged_step(step, name, judged, processes)
+
+    def _judged_step(
+        self, step: MeasuredStep, name: str | None, judged: JudgedMeasurement, processes: Sequence[JudgedMeasurement]
+    ) -> JudgedStep:
+        if step.is_elsewhere:
             return JudgedStep(None, processes, judged)
-        if not processes:
+        if not step.processes:
             return JudgedStep(judged)
         of_all = self._measurement_of(step.processes[ALL], f"{name}: {ALL}")
         return JudgedStep(judged, processes, self.judging.judge(of_all))
