@@ -259,8 +259,8 @@ class Gpumem:
         """
         run = self._run
         with run.alone("load", name):
-            value, judged = load(run, factory, name, explain=explain)
-        return Loading(value, run.keep(judged))
+            value, keep = load(run, factory, name, explain=explain)
+        return Loading(value, keep())
 
     def launch(
         self,
@@ -647,9 +647,10 @@ class Gpumem:
                 gpumem.assert_no_growth(step)
         """
         _check_function("assert_no_growth", step)
-        with self._run.alone("assert_no_growth"):
-            assert_no_growth(self._run.device, step, steps)
-        self._run.relations += 1
+        run = self._run
+        with run.alone("assert_no_growth"), run.processes_window():
+            assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+        run.relations += 1
 
     def _measured_step(
         self, method: str, step: AbstractContextManager[PreparedStep], name: str | None, explain: bool | None

@@ -56,8 +56,12 @@ def process_explanation(
     missing = peak + difference - sum(row.nbytes for row in rows)
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
-    retained = _rows(recorded.retained, recorded.modules, site_of)
-    return Explanation(_composition(rows, notes), _composition(retained))
+    return Explanation(_composition(rows, notes), _composition(retained_rows(recorded, site_of)))
+
+
+def retained_rows(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Row, ...]:
+    """Return rows of the blocks that a recorded run left."""
+    return _rows(recorded.retained, recorded.modules, site_of)
 
 
 def processes_again(measured: Mapping[str, int], again: Mapping[str, int]) -> dict[str, str]:

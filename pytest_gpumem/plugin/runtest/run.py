@@ -18,6 +18,7 @@ from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.growth import WINDOW
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
+from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
 from pytest_gpumem.plugin.runtest.child_processes import check_processes, figures_of_processes, notes_on_processes
 from pytest_gpumem.plugin.runtest.explaining import call_again
 from pytest_gpumem.plugin.runtest.gpu_use import at_end
@@ -452,18 +453,22 @@ class TestRun:
         if self.judging.ranks.rank is not None:
             return judged
         growing = {each for each in names if any(step.processes[each].figures.growth.values())}
-        return self.explainer.explain_processes(
-            judged, partial(self._recorded_step, prepared, growing), explain=explain
-        )
+        run_again = partial(self._recorded_step, prepared.run_again, growing)
+        return self.explainer.explain_processes(judged, run_again, explain=explain)
 
-    def _recorded_step(self, prepared: PreparedStep, growing: Collection[str]) -> Sequence[ProcessFigures]:
+    def growth_elsewhere(self) -> GrowthElsewhere:
+        """Return the other processes for `assert_no_growth`. Several ranks do not look for the kept tensors."""
+        sites = self.context.sites if self.judging.ranks.rank is None else None
+        return GrowthElsewhere(self.context.end_step, None if sites is None else self._recorded_step, sites)
+
+    def _recorded_step(self, step: Callable[[], object], growing: Collection[str]) -> Sequence[ProcessFigures]:
         """Run a step again while its processes record their allocations.
 
         If memory grows, but only some steps keep bytes, the step runs until each growing process keeps bytes.
         """
         recorded: Sequence[ProcessFigures] = ()
         for _ in range(WINDOW):
-            recorded = self._recorded(prepared.run_again)
+            recorded = self._recorded(step)
             keeping = {
                 process.name: any(blocks.retained for blocks in process.recorded.values())
                 for process in recorded
