@@ -105,6 +105,9 @@ class MeasuredStep:
         """Return all metrics by name: bytes, counts, seconds, and items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
+        if self.workload.step == PROCESSES:
+            # A process may be there in the first step only, which also creates the own process's state.
+            del metrics["retained"]
         if self.imbalance is not None:
             metrics["imbalance"] = self.imbalance
         times = figures.times

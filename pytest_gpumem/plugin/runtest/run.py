@@ -534,14 +534,21 @@ class TestRun:
         notes = [NOT_TIMED] if step.is_own and self._leaves_times_out else []
         if step.is_elsewhere:
             step, name = step.of_all_processes(), f"{name}: {ALL}"
-        figures, devices = step.figures, step.figures.devices
+        figures, devices, metrics = step.figures, step.figures.devices, step.metrics()
         by_device: Mapping[str, Mapping[str, int]] = {}
         if self.device.others if step.is_own else len(devices) > 1:
             by_device = {device: on_device.metrics() for device, on_device in devices.items()}
-            by_device = self._by_device(by_device) if step.is_own else by_device
+            by_device = (
+                self._by_device(by_device)
+                if step.is_own
+                else {
+                    device: {name: values[name] for name in values if name in metrics}
+                    for device, values in by_device.items()
+                }
+            )
         return self._new_measurement(
             step.workload,
-            step.metrics(),
+            metrics,
             name,
             settled=figures.is_settled,
             notes=(*step.notes, *notes),
