@@ -41,6 +41,8 @@ class Live(NamedTuple):
     after: int
     allocations: int
     """The number of allocations in between."""
+    is_new: bool = False
+    """True if the process began in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +332,8 @@ def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:
 
 
 def _live(usage: ProcessUsage, device: DeviceUsage) -> Live:
-    return Live(device.live_before, device.live if usage.ended is None else 0, device.allocations)
+    after = device.live if usage.ended is None else 0
+    return Live(device.live_before, after, device.allocations, is_new=usage.window is None)
 
 
 def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:

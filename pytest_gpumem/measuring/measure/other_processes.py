@@ -93,12 +93,19 @@ def beside_processes(own: ByDevice, job: JobFigures) -> ByDevice:
         for gpu in process.by_gpu:
             figures[_place(gpu, process.name)] = _figures_of(process, gpu)
     for gpu, metrics in job.by_gpu.items():
-        parts = [Live(0, 0, 0), *(process.live[gpu] for process in job.processes if gpu in process.live)]
+        live = [process.live[gpu] for process in job.processes if gpu in process.live]
         if gpu in own:
             on_gpu = own[gpu]
             before, after = on_gpu.live_before - on_gpu.other_bytes, on_gpu.live_after - on_gpu.other_bytes
-            parts.append(Live(before, after, on_gpu.turnover))
-        figures[_place(gpu, ALL)] = _figures(Peak(metrics["peak_allocated"]), Live(*map(sum, zip(*parts, strict=True))))
+            live.append(Live(before, after, on_gpu.turnover))
+        figures[_place(gpu, ALL)] = _figures(
+            Peak(metrics["peak_allocated"]),
+            Live(
+                sum(part.before for part in live),
+                sum(part.after for part in live),
+                sum(part.allocations for part in live),
+            ),
+        )
     return figures
 
 
@@ -142,8 +149,10 @@ def _place(gpu: str, process: str) -> str:
 
 
 def _figures_of(process: ProcessFigures, gpu: str) -> Figures:
-    metrics = process.by_gpu[gpu]
-    return _figures(Peak(metrics["peak_allocated"], metrics.get("peak_reserved")), process.live[gpu])
+    metrics, live = process.by_gpu[gpu], process.live[gpu]
+    if live.is_new:  # its start is no growth of this process, but of all processes together
+        live = live._replace(before=live.after)
+    return _figures(Peak(metrics["peak_allocated"], metrics.get("peak_reserved")), live)
 
 
 def _figures(peak: Peak, live: Live) -> Figures:

@@ -84,14 +84,16 @@ class GrowthElsewhere:
 def live_in(process: str, steps: Sequence[ByDevice]) -> list[int]:
     """Return a process's live bytes before the first step and after each step with this process, summed over GPUs.
 
-    If the process began in a later step, the first value is from the end of this step.
+    A process has bytes from the end of the step in which it began.
 
     Example:
         ``[100, 140, 180]`` for a server with 100 bytes that keeps 40 bytes in each of two steps.
     """
-    figures = [figures_in(step, process).values() for step in steps]
-    before = [sum(on_gpu.live_before for on_gpu in figures[0])] if figures[0] else []
-    return [*before, *(sum(on_gpu.live_after for on_gpu in step) for step in figures if step)]
+    figures = [on_gpus.values() for step in steps if (on_gpus := figures_in(step, process))]
+    return [
+        sum(on_gpu.live_before for on_gpu in figures[0]),
+        *(sum(on_gpu.live_after for on_gpu in step) for step in figures),
+    ]
 
 
 def _lines(process: str, live: Sequence[int], rows: Sequence[Row]) -> Iterator[str]:
