@@ -222,8 +222,8 @@ class Measurement(FrozenValue, MetricAttributes):
     measurement began, minus the bytes when the session first saw the process. Other tests caused this growth, so the process's
     `peak_allocated` [may be higher](../concepts/verdicts.md#a-server-that-grew-before) than its baseline by these bytes.
 
-    The session first sees a process when the first call or region with this process begins. If the process starts in a call
-    or region, it has 0 bytes at first. With several GPUs, the value is the largest on a GPU. The test's own process has 0.
+    The session first sees a process when the first call, region or step with this process begins. If the process starts
+    there, it has 0 bytes at first. With several GPUs, the value is the largest on a GPU. The test's own process has 0.
     """
     by_device: Mapping[str, Annotated[Mapping[str, int], Figures()]] = field(default_factory=dict, metadata=ADDED)
     """If the process sees several GPUs: for each GPU that the step used, such as ``"cuda:1"``, the metrics in bytes.

@@ -149,8 +149,20 @@ def test_loop(gpumem, ask):
 def test_no_growth(gpumem, ask, fork):
     gpumem.assert_no_growth(lambda: (ask(), fork()), steps=6)
 """
-RED = {"test_call", "test_measure", "test_two", "test_own", "test_child_and_server", "test_train", "test_loop"}
-"""The tests that ask the first server, and are gated."""
+NAMES = {
+    "test_call": {"call: server.py", "call: all processes"},
+    "test_measure": {"measure: server.py", "measure: all processes"},
+    "test_two": {"both: server.py", "both: server.py 2", "both: all processes"},
+    "test_own": {"measure", "measure: server.py", "measure: all processes"},
+    "test_child": {"measure: forks.py", "measure: all processes"},
+    "test_child_and_server": {
+        *("measure: forks.py", "measure: forks.py 2"),
+        *("measure: server.py", "measure: all processes"),
+    },
+    "test_train": {"train_step", "train_step: server.py", "train_step: all processes"},
+    "test_loop": {"loop: server.py", "loop: all processes"},
+}
+"""The measurements of each test."""
 LEAK = 512 * 1024 * 4
 
 
@@ -171,45 +183,42 @@ def names_in(figures):
     return {name.rpartition(".")[0] for name in figures}
 
 
-def test_each_step_has_its_processes_with_bytes_that_repeat_and_a_leak_is_red_with_its_line(session, tmp_path):
-    recorded, figures = session("--gpumem-update=new")
+@pytest.mark.parametrize(
+    "tests",
+    [
+        pytest.param(("test_call", "test_own", "test_child_and_server"), id="quick"),
+        pytest.param(tuple(NAMES), id="all", marks=pytest.mark.thorough),
+    ],
+)
+def test_bytes_of_processes_in_steps_repeat_and_a_leak_is_red_with_its_line(session, tests):
+    words = [f"test_it.py::{test}" for test in (*tests, "test_no_growth")]
+    recorded, figures = session("--gpumem-update=new", *words)
     assert recorded.returncode == 0, recorded.stdout
-    assert {test: names_in(of_test) for test, of_test in figures.items()} == {
-        "test_call": {"call: server.py", "call: all processes"},
-        "test_measure": {"measure: server.py", "measure: all processes"},
-        "test_two": {"both: server.py", "both: server.py 2", "both: all processes"},
-        "test_own": {"measure", "measure: server.py", "measure: all processes"},
-        "test_child": {"measure: forks.py", "measure: all processes"},
-        "test_child_and_server": {
-            *("measure: forks.py", "measure: forks.py 2"),
-            *("measure: server.py", "measure: all processes"),
-        },
-        "test_train": {"train_step", "train_step: server.py", "train_step: all processes"},
-        "test_loop": {"loop: server.py", "loop: all processes"},
-    }
+    assert {test: names_in(of_test) for test, of_test in figures.items()} == {test: NAMES[test] for test in tests}
     peak = figures["test_call"]["call: server.py.peak_allocated"]
     of_server = {name: value for test in figures.values() for name, value in test.items() if "server.py" in name}
     assert {value for name, value in of_server.items() if name.endswith("peak_allocated")} == {peak}
     assert {value for name, value in of_server.items() if name.endswith(("growth", "retained"))} == {0}
-    assert figures["test_child"]["measure: forks.py.peak_allocated"] == 4 << 20
     assert figures["test_own"]["measure: all processes.peak_allocated"] == peak + (4 << 20)
     # The two forks of a step do not run at the same time.
+    assert figures["test_child_and_server"]["measure: forks.py 2.peak_allocated"] == 4 << 20
     assert figures["test_child_and_server"]["measure: all processes.peak_allocated"] == peak + (4 << 20)
 
-    gated, again = session("--gpumem-baseline", "-n", "2")
+    gated, again = session("--gpumem-baseline", "-n", "2", *words)
     assert gated.returncode == 0, gated.stdout
     assert again == figures
-    tests = [f"test_it.py::{test}" for test in reversed([*figures, "test_no_growth"])]
-    grown, figures = session("--gpumem-baseline", *tests, LEAK="1", CHILD=str(2 << 20))
+    grown, figures = session("--gpumem-baseline", *reversed(words), LEAK="1", CHILD=str(2 << 20))
     failed = set(re.findall(r"^FAILED test_it.py::(\w+)", grown.stdout, re.MULTILINE))
-    assert failed == {*RED, "test_child", "test_no_growth"}, grown.stdout
-    for test in RED - {"test_call"}:
+    assert failed == {*tests, "test_no_growth"}, grown.stdout
+    steps = set(tests) - {"test_call", "test_child"}
+    for test in steps:
         growth = {name: value for name, value in figures[test].items() if name.endswith(".growth") and value}
         assert len(growth) == 2, (test, growth)  # the server and all processes
         assert {*growth.values()} == {LEAK}
     line = 1 + next(number for number, code in enumerate(SERVER.splitlines()) if "model(torch.ones" in code)
-    kept = rf"kept by each step +bytes +module +line +operator +tensors\n +other +2.10 MB .* server.py:{line} .*1 x float32\[512, 1024\]"
-    assert len(re.findall(kept, grown.stdout)) == len(RED) - 1, grown.stdout
+    row = rf"other +2\.10 MB .* server\.py:{line} .*1 x float32\[512, 1024\]"
+    kept = rf"kept by each step +bytes +module +line +operator +tensors\n +{row}"
+    assert len(re.findall(kept, grown.stdout)) == len(steps), grown.stdout
     assert re.search(
         rf"memory grows in server.py: 2.10 MB a step, 6.29 MB in 3 steps\n.*server.py:{line}", grown.stdout
     )
