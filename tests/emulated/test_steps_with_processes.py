@@ -224,6 +224,7 @@ def test_bytes_of_processes_in_steps_repeat_and_a_leak_is_red_with_its_line(sess
     )
 
 
+@pytest.mark.thorough
 def test_a_leak_in_every_third_request_is_red_with_its_line(session):
     assert session("--gpumem-update=new", "-k", "test_measure")[0].returncode == 0
     grown, figures = session("--gpumem-baseline", "-k", "test_measure", LEAK="3")
