@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.measuring.jobs.windows import ProcessWindows
+from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
+from tests.conftest import figures_of
+
 STATE = """
 import os
 import subprocess
@@ -213,3 +217,70 @@ def test_it():
     figures = project.figures(separate=True)["test_it"]
     peaks = {name: figures[f"call: {name}.peak_allocated"] for name in ("fork", "fork 2", "all processes")}
     assert peaks == {"fork": 4000, "fork 2": 8000, "all processes": 8000}
+
+
+STEP = """
+def test_step(gpumem):
+    kept = []
+    gpumem.measure(lambda: kept.append(torch.ones(1000)), items=4)
+    gpumem.train_step(lambda: torch.nn.Linear(8, 8), torch.ones(4, 8), loss=lambda output, _: output.sum())
+    with gpumem.loop() as training:
+        while not training.step_ended():
+            torch.ones(1000)
+    gpumem.load(lambda: torch.ones(1000))
+    gpumem.assert_no_growth(lambda: torch.ones(1000), steps=4)
+"""
+
+
+def test_steps_have_equal_figures_whether_or_not_the_session_looks_for_processes(project, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ProcessWindows, "_answers", lambda *arguments: asked.append(arguments) or {})
+    project.write(STEP)
+    figures = []
+    for option in ("--gpumem-processes", "--no-gpumem-processes"):
+        project.run(option, "--junitxml=report.xml", "--no-gpumem-time").assert_outcomes(passed=1)
+        figures.append(figures_of(project.path / "report.xml"))
+    assert figures[0] == figures[1]
+    assert asked == [], "no process is there"
+
+
+SERVER_ALONE = """
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.measuring.jobs.figures import OwnPeak, job_figures
+from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
+
+SERVER = ProcessUsage(
+    1, None, (DeviceUsage(0, 9000, 9000, 0, 9000, 50, 50, 1),), process=ProcessIdentity(5, 1, 5, ("python", "serve.py")), window=1
+)
+
+
+def end_step(self, device, own_peaks, earlier):
+    return job_figures([SERVER], "cuda", {0: OwnPeak("cpu", own_peaks["cpu"])}, earlier)
+
+
+SessionProcesses.end_step = end_step
+"""
+
+
+def test_a_step_that_uses_only_a_servers_memory_has_its_figures_and_the_steps_times(project, monkeypatch):
+    monkeypatch.setattr(SessionProcesses, "end_step", SessionProcesses.end_step)
+    project.write(SERVER_ALONE, "conftest.py")
+    project.write("""
+def test_it(gpumem):
+    measurement = gpumem.measure(list, items=4)
+    assert (measurement.name, measurement.peak_allocated, measurement.growth) == ("measure: all processes", 9000, 0)
+    assert measurement.throughput == 4 / measurement.step_time
+    both = gpumem.measure(lambda: torch.ones(1000), items=4)
+    assert (both.name, both.peak_allocated, "throughput" in both.metrics) == ("measure-2", 4000, True)
+""")
+    project.run("--gpumem-time", "--junitxml=report.xml", timed=True).assert_outcomes(passed=1)
+    measured = {
+        part["measurement"]["name"]: part["measurement"]["metrics"]
+        for part in project.verdicts()["test_it"]["verdicts"]
+    }
+    assert measured["measure-2: all processes"] == {"peak_allocated": 13000, "growth": 0}
+    assert measured["measure: serve.py"] == {"peak_allocated": 9000, "growth": 0, "retained": 0}
+    assert {name for name, metrics in measured.items() if "step_time" in metrics} == {
+        "measure: all processes",
+        "measure-2",
+    }

@@ -69,6 +69,7 @@ NOT_COMPARED = {
     ("docs/guide/pull-request.md", "test  "): MINUTES,
     ("docs/guide/scripts-and-loops.md", "test  "): "of an emulated GPU; tests/emulated/test_run.py",
     ("docs/guide/servers-and-launched-jobs.md", "In call: serve.py"): EMULATED,
+    ("docs/guide/servers-and-launched-jobs.md", "In measure: serve.py"): EMULATED,
     ("docs/guide/several-gpus.md", "GPU memory regressed: peak on cuda:0"): "two GPUs; tests/emulated/test_devices.py",
     ("docs/guide/several-gpus.md", "FAILED tests/distributed"): "four ranks; tests/ranks/test_verdict.py",
     ("docs/guide/time.md", "Time regressed: step time 45.90 ms"): A_TIME,

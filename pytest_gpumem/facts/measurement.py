@@ -223,8 +223,8 @@ class Measurement(FrozenValue, MetricAttributes):
     bytes since then. Other tests caused this change, so the process's `peak_allocated` [may
     differ](../concepts/verdicts.md#a-server-that-grew-before) from its baseline by these bytes.
 
-    The session first sees a process when the first call or region with this process begins. If the process starts in a call
-    or region, it has 0 bytes at first. With several GPUs, the value is from the GPU with the largest change. The test's own
+    The session first sees a process when the first call, region or step with this process begins. If the process starts
+    there, it has 0 bytes at first. With several GPUs, the value is from the GPU with the largest change. The test's own
     process has 0.
     """
     by_device: Mapping[str, Annotated[Mapping[str, int], Figures()]] = field(default_factory=dict, metadata=ADDED)

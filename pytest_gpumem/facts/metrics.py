@@ -245,6 +245,9 @@ class MetricAttributes:
     24) runs. It is 0 unless both the minimum and the maximum of the live bytes are higher in the second half of these runs
     than in the first half. If steps allocate different amounts, only steps with equal amounts are compared. In a
     `gpumem.loop`, growth comes from the last 12 (or 24) steps. A region, a call and a ``load`` do not have this metric.
+
+    Each other process that a step uses, for example a server, has its own growth. If each step leaves a process running,
+    only the measurement of all processes grows.
     """
 
     retained = WholeMetric("retained", "bytes", _EXACT, shown="if nonzero", weight=4, budget="max_retained")

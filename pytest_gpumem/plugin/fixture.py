@@ -109,6 +109,10 @@ class Gpumem:
     rounds. If the step config has ``compile``, or if a gradient scaler is used, they first repeat the step, at most 16
     times, until a step compiles nothing and keeps the scale.
 
+    Other processes that a step uses, for example a server, have measurements as well, such as ``measure: serve.py`` and
+    ``measure: all processes``. They have a peak and a `growth`, and no times. If only other processes use memory, the
+    methods return the measurement of all processes, with the times of the step.
+
     A region may contain other regions. Any other measurement within a measurement raises `MeasuringError`.
     """
 
@@ -178,6 +182,9 @@ class Gpumem:
 
         Example::
 
+            def test_request(gpumem, server):
+                assert gpumem.measure(lambda: server.ask("Hello"), items=1).growth == 0
+
             def test_product(gpumem):
                 a, b = torch.ones(256, 512, device=gpumem.device), torch.ones(512, 64, device=gpumem.device)
                 measurement = gpumem.measure(lambda: a @ b, items=256)
@@ -237,6 +244,9 @@ class Gpumem:
         transformers does with a ``device_map`` since 5.0. On a GPU all figures include the memory from these threads, and
         the composition shows this memory without lines and operators.
 
+        If the factory starts a server, or uses other processes in another way, they have measurements such as ``load:
+        serve.py``. If only other processes use memory, the measurement is the one of all processes.
+
         Args:
             factory: A function without arguments that loads and returns a model, a state dict, or any other object with
                 tensors.
@@ -259,8 +269,8 @@ class Gpumem:
         """
         run = self._run
         with run.alone("load", name):
-            value, judged = load(run, factory, name, explain=explain)
-        return Loading(value, run.keep(judged))
+            value, keep = load(run, factory, name, explain=explain)
+        return Loading(value, keep())
 
     def launch(
         self,
@@ -346,8 +356,8 @@ class Gpumem:
         kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted,
         explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the
         highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a note says so.
-        Other processes that use a GPU have measurements as well, such as ``loop: serve.py``. Their peaks count from the start
-        of the ``with`` block to the end of step ``steps``.
+        Other processes that use a GPU have measurements as well, such as ``loop: serve.py``. Their figures come from the same
+        steps.
 
         When all of this is measured, an exception leaves the ``with`` block, and the loop's own ``finally`` blocks and
         context managers run as usual. The exception is not a subclass of ``Exception``, so ``except Exception`` in the loop
@@ -552,13 +562,14 @@ class Gpumem:
             run.alone("estimate", name),
             self._or_refused(),
             prepared_train_step(run.context, source, batch, config=parsed, loss=loss, optimizer=optimizer) as prepared,
+            run.processes_window() as window,
         ):
             step = run.measure(prepared)
             state = state_of(prepared, step.figures)
             findings = findings_of(state)
             judged = run.judge(prepared, replace(step, notes=(*step.notes, *findings)), name)
         del prepared
-        return Estimate(run.keep(judged), state, findings)
+        return Estimate(run.keep_step(judged, window), state, findings)
 
     def assert_same_gradients(
         self,
@@ -623,14 +634,15 @@ class Gpumem:
         In the first half of the calls memory may grow, for example because caches fill. In the second half it may not grow.
         If memory still grows, ``step()`` is called once more, and tensors that this call replaces do not count as a leak.
         Under torchrun with several ranks, this additional call is left out. Memory that the allocator has reserved but does
-        not use is ignored.
+        not use is ignored. Memory may not grow in other processes either, for example in a server that ``step()`` asks.
 
         Args:
             step: The function to call.
             steps: The number of calls, 2 or more. Choose a larger number if a cache fills slowly.
 
         Raises:
-            AssertionError: Memory grows. The message shows the bytes per step, the kinds of tensors and their holders.
+            AssertionError: Memory grows. The message shows the bytes per step, the kinds of tensors and their holders. For
+                another process, it shows the lines that made the tensors.
             MeasuringError: ``step()`` used no memory on the device.
             TypeError: ``steps`` is not a whole number.
             ValueError: ``steps`` is less than 2.
@@ -647,19 +659,20 @@ class Gpumem:
                 gpumem.assert_no_growth(step)
         """
         _check_function("assert_no_growth", step)
-        with self._run.alone("assert_no_growth"):
-            assert_no_growth(self._run.device, step, steps)
-        self._run.relations += 1
+        run = self._run
+        with run.alone("assert_no_growth"), run.processes_window():
+            assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+        run.relations += 1
 
     def _measured_step(
         self, method: str, step: AbstractContextManager[PreparedStep], name: str | None, explain: bool | None
     ) -> Measurement:
         """Measure and judge the step that ``method`` prepared."""
         run = self._run
-        with run.alone(method, name), self._or_refused(), step as prepared:
+        with run.alone(method, name), self._or_refused(), step as prepared, run.processes_window() as window:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
         del prepared  # Free the step's tensors before the measurement is returned.
-        return run.keep(judged)
+        return run.keep_step(judged, window)
 
     @contextmanager
     def _or_refused(self) -> Iterator[None]:

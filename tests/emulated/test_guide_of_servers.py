@@ -11,7 +11,8 @@ from tests.pages import blocks_of
 
 PAGE = "docs/guide/servers-and-launched-jobs.md"
 NAMES = {
-    *("call: serve.py", "call: all processes", "call: multiprocessing", "call: multiprocessing 2"),
+    *("call: serve.py", "call: all processes", "measure: serve.py", "measure: all processes"),
+    *("call: multiprocessing", "call: multiprocessing 2"),
     *("launch", "launch: train.py rank 0", "launch: train.py rank 1"),
 }
 
@@ -38,16 +39,15 @@ def test_the_guides_tests_repeat_and_find_the_faults_that_it_shows(session, tmp_
     assert gated.returncode == 0, gated.stdout
     assert figures_of(tmp_path / "report.xml") == first
     faulty = session("--gpumem-baseline", SERVER_OPTIONS="--leak", UNEQUAL="1")
-    assert "2 failed, 1 passed" in faulty.stdout, faulty.stdout
-    shown = next(block.text for block in blocks_of(PAGE) if block.text.startswith("In call: serve.py"))
+    assert "3 failed, 1 passed" in faulty.stdout, faulty.stdout
     printed = {" ".join(line.split()) for line in faulty.stdout.splitlines()}
-    rows = [
-        " ".join(line.split())
-        for line in shown.splitlines()
-        if "serve.py:16" in line or line.startswith(("  retained", "  kept in"))
-    ]
     # The peak has another release's workspaces.
-    assert len(rows) == 4
-    assert printed >= set(rows), faulty.stdout
+    for measurement, metrics in {"call": ("retained", "kept in"), "measure": ("growth per step", "retained")}.items():
+        shown = next(block.text for block in blocks_of(PAGE) if block.text.startswith(f"In {measurement}: serve.py"))
+        rows = [
+            line.split() for line in shown.splitlines() if "serve.py:16" in line or line.strip().startswith(metrics)
+        ]
+        assert len(rows) == (4 if measurement == "call" else 3)
+        assert printed >= {" ".join(row) for row in rows}, faulty.stdout
     assert re.search(r"imbalance over ranks +1\.00 +1\.\d\d .* regressed", faulty.stdout), faulty.stdout
     assert "train.py rank 1 has the largest peak of all ranks" in faulty.stdout

@@ -90,3 +90,19 @@ def test_equal_layers_are_a_row():
     explanation = process_explanation(recorded, 30, 30, site_of)
     assert explanation.peak.rows == (Row("other", 30, "h.*", "serve.py:9", count=3),)
     assert not explanation.peak.rows[0].layers
+
+
+def test_tensors_of_a_steps_earlier_runs_have_the_line_that_leaves_them():
+    kept = blocks(10, ASK, tensor="float32[2]", module="fc")
+    earlier = blocks(50, (), 5, tensor="float32[2]")
+    explanation = process_explanation(Recorded((kept, earlier), (kept,)), 60, 30, site_of, repeats=True)
+    assert explanation.peak.rows == (Row("other", 30, "fc", "serve.py:9", tensor="float32[2]", count=3),)
+    assert explanation.peak.notes == ()
+
+
+def test_tensors_of_earlier_runs_have_no_line_if_two_lines_leave_such_tensors():
+    other = (("/serve.py", 12, "answer"),)
+    kept = (blocks(10, ASK, tensor="float32[2]"), blocks(10, other, tensor="float32[2]"))
+    earlier = blocks(20, (), 2, tensor="float32[2]")
+    explanation = process_explanation(Recorded((*kept, earlier), kept), 40, 40, site_of, repeats=True)
+    assert Row("other", 20, tensor="float32[2]", count=2) in explanation.peak.rows

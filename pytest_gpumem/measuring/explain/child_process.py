@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 def process_explanation(
-    recorded: Recorded, recorded_peak: int, peak: int, site_of: Callable[[Iterable[Frame]], Site]
+    recorded: Recorded,
+    recorded_peak: int,
+    peak: int,
+    site_of: Callable[[Iterable[Frame]], Site],
+    *,
+    repeats: bool = False,
 ) -> Explanation:
     """Return the explanation of a process's peak. In backward, a process records autograd nodes, but neither modules nor lines.
 
@@ -38,12 +43,16 @@ def process_explanation(
         recorded_peak: The peak in the second run, in bytes as `peak_allocated` counts them.
         peak: The measured peak, in the same bytes.
         site_of: Returns the user's line in a call stack.
+        repeats: True for a step, because it ran many times before. Each run left the same blocks as the recorded run, so blocks
+            of earlier runs belong to the same line.
     """
     difference = recorded_peak - peak
     at_peak = recorded.at_peak
     if difference > 0:
-        at_peak, removed = _without_earlier(at_peak, recorded.retained, difference)
+        at_peak, removed = _without_earlier(at_peak, recorded.retained, difference, repeats=repeats)
         difference -= removed
+    if repeats:
+        at_peak = _with_lines(at_peak, recorded.retained)
     notes: tuple[str, ...] = ()
     if difference:
         compared = f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
@@ -52,8 +61,13 @@ def process_explanation(
     missing = peak + difference - sum(row.nbytes for row in rows)
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
-    retained = _rows(recorded.retained, recorded.modules, site_of)
+    retained = retained_rows(recorded, site_of)
     return Explanation(_composition(rows, notes), _composition(retained), holders=_holders(recorded, site_of))
+
+
+def retained_rows(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Row, ...]:
+    """Return rows of the blocks that a recorded run left."""
+    return _rows(recorded.retained, recorded.modules, site_of)
 
 
 def _holders(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Holder, ...]:
@@ -72,7 +86,7 @@ def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composit
 
 
 def _without_earlier(
-    at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks], most_bytes: int
+    at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks], most_bytes: int, *, repeats: bool
 ) -> tuple[tuple[RecordedBlocks, ...], int]:
     """Return the blocks at the peak without the measured run's leftovers, and the removed bytes.
 
@@ -82,20 +96,46 @@ def _without_earlier(
         at_peak: The blocks at the peak in the recorded run.
         retained: The recorded run's leftovers.
         most_bytes: The most bytes to remove.
+        repeats: True if any number of runs came between the measured run and the recorded run.
     """
     left: Counter[tuple[str, int]] = Counter()
     for group in retained:
-        left[group.tensor, group.nbytes // group.count] += group.count
+        left[_kind(group)] += group.count
     kept, removed = [], 0
     for group in at_peak:
-        key = group.tensor, group.nbytes // group.count
-        is_older = not group.frames and group.category == "other"
-        count = min(group.count, left[key], (most_bytes - removed) // key[1]) if is_older else 0
-        left[key] -= count
-        removed += count * key[1]
+        kind, size = _kind(group), group.nbytes // group.count
+        most = (most_bytes - removed) // size
+        count = min(group.count, most if repeats else min(left[kind], most)) if _is_older(group) and left[kind] else 0
+        left[kind] -= 0 if repeats else count
+        removed += count * size
         if count < group.count:
-            kept.append(replace(group, nbytes=group.nbytes - count * key[1], count=group.count - count))
+            kept.append(replace(group, nbytes=group.nbytes - count * size, count=group.count - count))
     return tuple(kept), removed
+
+
+def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
+    """Return the blocks at the peak, in which blocks of earlier runs have the line that leaves such blocks in each run.
+
+    If several lines leave blocks with this size, dtype and shape, nothing shows which line it was.
+    """
+    lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...]]]] = {}
+    for group in retained:
+        lines.setdefault(_kind(group), set()).add((group.module, group.frames))
+    with_lines = []
+    for group in at_peak:
+        found = lines.get(_kind(group), set()) if _is_older(group) else set()
+        ((module, frames),) = found if len(found) == 1 else [(group.module, group.frames)]
+        with_lines.append(replace(group, module=module, frames=frames))
+    return tuple(with_lines)
+
+
+def _kind(group: RecordedBlocks) -> tuple[str, int]:
+    return group.tensor, group.nbytes // group.count
+
+
+def _is_older(group: RecordedBlocks) -> bool:
+    """Return whether blocks are from before the recording, and no module or optimizer refers to them."""
+    return not group.frames and group.category == "other"
 
 
 def _rows(

@@ -8,16 +8,15 @@ GPU. If both processes had used ``cuda:0`` the job's figure would be the sum, 6.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import PurePath
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pytest_gpumem.base.units import counted, format_bytes, rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage, Recorded
 
@@ -28,9 +27,37 @@ _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.f
 _LONG_NUMBER = re.compile(r"\d{3,}")
 ALL = "all processes"
 """The name for the sum over a test's own process and its other processes."""
+PROCESS, PROCESSES = "process", "processes"
+"""The steps in the workloads of another process, and of all processes together (`Workload.step`)."""
 _METRICS = ("peak_allocated", "peak_reserved")
 _DEFAULT_NAME = re.compile(r"(Fork|Spawn|ForkServer)?(Pool)?(Process|Worker)-[\d:]+")
 """Names that `multiprocessing` gives to processes: ``SpawnProcess-1``."""
+
+
+class Live(NamedTuple):
+    """A process's tensors on a GPU, in requested bytes. After the process's end there are none."""
+
+    before: int
+    after: int
+    allocations: int
+    """The number of allocations in between."""
+    is_new: bool = False
+    """True if the process began in between."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of processes and GPUs. They stay from a step to the next step, which may have further processes.
+
+    Example:
+        Each step asks the server ``serve.py``, and starts ``job.py``, which ends. In each step the server is ``serve.py``, and
+        the new process is ``job.py`` and not ``job.py 2``.
+    """
+
+    processes: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """Names by pid and begin (`ProcessUsage.began`)."""
+    gpus: Mapping[int, str] = field(default_factory=dict)
+    """The GPUs' names in the test's process, by the index in the machine: ``{2: "cuda:0"}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +77,8 @@ class ProcessFigures:
     gained: Mapping[str, int] = field(default_factory=dict)
     """For each GPU, the bytes by which the process's tensors grew from its first window's begin to this window's begin. The
     number is negative if the process has freed bytes since then."""
+    live: Mapping[str, Live] = field(default_factory=dict)
+    """The process's tensors on each GPU."""
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
@@ -87,6 +116,8 @@ class JobFigures:
     """The largest peak of a rank divided by the smallest; ``None`` if fewer than two ranks used a GPU."""
     gained_before: int = 0
     """The sum of `ProcessFigures.gained` over all processes, on the GPU with the largest change."""
+    names: Names = Names()
+    """The names in this job, for the next step."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -95,7 +126,10 @@ class JobFigures:
 
 
 def job_figures(
-    usages: Iterable[ProcessUsage], gpu: str = "cuda", own: Mapping[int, OwnPeak] | None = None
+    usages: Iterable[ProcessUsage],
+    gpu: str = "cuda",
+    own: Mapping[int, OwnPeak] | None = None,
+    earlier: Names | None = None,
 ) -> JobFigures:
     """Return a job's figures. Processes without reserved memory on a GPU are left out.
 
@@ -108,12 +142,16 @@ def job_figures(
         usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
         gpu: The device's type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``, and ``"cpu"`` the name ``cpu``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
+        earlier: The names in the step before. A process with such a name counts even if it did not allocate.
     """
-    own = own or {}
-    used = sorted((usage for usage in usages if usage.devices and is_active(usage)), key=_place)
-    names = process_names([usage.process for usage in used], reserved=(ALL,) if own else ())
-    gpus = {number: peak.gpu for number, peak in own.items()}
-    further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(own))
+    own, earlier = own or {}, earlier or Names()
+    used = sorted(
+        (usage for usage in usages if usage.devices and (is_active(usage) or _key(usage) in earlier.processes)),
+        key=_place,
+    )
+    names = _names_of(used, earlier.processes, (ALL,) if own else ())
+    gpus = {**earlier.gpus, **{number: peak.gpu for number, peak in own.items()}}
+    further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(gpus))
     all_names = (f"{gpu}:{index}" for index in count()) if gpu == "cuda" else iter((gpu,))
     free_names = (name for name in all_names if name not in gpus.values())
     gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
@@ -126,6 +164,7 @@ def job_figures(
             {gpus[device.device]: device.recorded for device in usage.devices if device.recorded is not None},
             usage.unrecorded,
             _gained(usage, gpus),
+            {gpus[device.device]: _live(usage, device) for device in usage.devices},
         )
         for name, usage in zip(names, used, strict=True)
     )
@@ -151,7 +190,23 @@ def job_figures(
             )
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, names)
-    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, max(gained, key=abs, default=0))
+    kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)
+    largest_gain = max(gained, key=abs, default=0)
+    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names)
+
+
+def _key(usage: ProcessUsage) -> tuple[int, int]:
+    return usage.process.pid, usage.began
+
+
+def _names_of(
+    used: Sequence[ProcessUsage], earlier: Mapping[tuple[int, int], str], reserved: Sequence[str]
+) -> list[str]:
+    """Return a name for each process. Processes with an earlier name keep it, and new processes get free names."""
+    kept = [earlier.get(_key(usage)) for usage in used]
+    new = [usage.process for usage, name in zip(used, kept, strict=True) if name is None]
+    new_names = iter(process_names(new, reserved=(*reserved, *filter(None, kept))))
+    return [name or next(new_names) for name in kept]
 
 
 def imbalance(usages: Iterable[ProcessUsage], names: Iterable[str]) -> tuple[float | None, tuple[str, ...]]:
@@ -234,7 +289,7 @@ def _place(usage: ProcessUsage) -> tuple[int, ...]:
     return (process.restart, -1 if process.rank is None else process.rank, process.started, process.pid, usage.began)
 
 
-def process_names(processes: Sequence[ProcessIdentity], reserved: Sequence[str] = ()) -> list[str]:
+def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str] = ()) -> list[str]:
     """Return a distinct name for each process in a job: its program, with its rank or its number among equal programs.
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
@@ -245,17 +300,16 @@ def process_names(processes: Sequence[ProcessIdentity], reserved: Sequence[str] 
 
     Args:
         processes: The processes, ordered by start.
-        reserved: Names for other figures. A process gets them with a number only.
+        reserved: Names for other figures and processes. A process with such a name gets a number.
     """
     names: list[str] = []
-    numbers: Counter[str] = Counter(reserved)
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
         name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
         name = name if process.rank is None else f"{name} rank {process.rank}"
         name = name if not process.restart else f"{name} restart {process.restart}"
-        numbers[name] += 1
-        names.append(name if numbers[name] == 1 else f"{name} {numbers[name]}")
+        numbered = (name if number == 1 else f"{name} {number}" for number in count(1))
+        names.append(next(candidate for candidate in numbered if candidate not in (*reserved, *names)))
     return names
 
 
@@ -283,6 +337,11 @@ def program_name(command: Sequence[str]) -> str:
 
 def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:
     return {gpus[device.device]: device.live_before - device.live_first for device in usage.devices}
+
+
+def _live(usage: ProcessUsage, device: DeviceUsage) -> Live:
+    after = device.live if usage.ended is None else 0
+    return Live(device.live_before, after, device.allocations, is_new=usage.window is None)
 
 
 def _metrics(usage: ProcessUsage, device: DeviceUsage) -> dict[str, int]:

@@ -252,6 +252,10 @@ class ProcessWindows:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]
 
+    def divide(self) -> WindowUsage:
+        """End a part of all open windows, and return the processes in this part."""
+        return self._divide()
+
     def _divide(self, seconds: float = ANSWER_SECONDS) -> WindowUsage:
         """Ask all processes for their figures since the last request. Add the answers to the open windows.
 

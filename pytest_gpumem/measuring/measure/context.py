@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.explain.artifacts import Artifacts
     from pytest_gpumem.measuring.explain.recording import ExpectedFigures, Recording, Subject
     from pytest_gpumem.measuring.explain.sites import Site, Sites
+    from pytest_gpumem.measuring.measure.other_processes import EndStep
     from pytest_gpumem.measuring.timing.sampling import TimeBudget
 
 
@@ -43,6 +44,8 @@ class MeasuringContext:
     artifacts: Artifacts | None = None
     over_time: bool = False
     peak_only: bool = False
+    end_step: EndStep | None = None
+    """Ends a run of a step for other processes; ``None`` to leave them alone."""
 
     def bytes_of_other_code(self, held: object) -> tuple[int, ...]:
         """Collect garbage and empty caches before a step is prepared, and return the live bytes of other code.

@@ -16,7 +16,8 @@ from pytest_gpumem.measuring.explain.owners import parameters_of_optimizer
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS, count_step
 from pytest_gpumem.measuring.measure.growth import SETTLING_STEPS, WINDOW, growth_by_device, keeps_bytes_rarely
 from pytest_gpumem.measuring.measure.loop import LoopEnded
-from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, MeasuredStep, PreparedStep
+from pytest_gpumem.measuring.measure.other_processes import StepProcesses, growth_in, own_figures, process_figures
+from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, MeasuredStep, PreparedStep, with_processes
 from pytest_gpumem.measuring.measure.reading import Reading, live_of_program, run_one_step
 from pytest_gpumem.measuring.measure.settling import figures_of_steps, have_same_peaks
 from pytest_gpumem.torch_support.garbage_collector import collect_everything, cyclic_collector_off, everything_in_sight
@@ -52,8 +53,6 @@ class PreparedLoop(PreparedStep):
     not."""
     optimizers: Sequence[torch.optim.Optimizer]
     """All optimizers that have made a step so far."""
-    memory_measured: Callable[[], object]
-    """Called when the steps for memory figures have ended."""
     other_blocks: frozenset[int]
     """Addresses of other code's tensors, which existed before the loop."""
 
@@ -63,7 +62,7 @@ class PreparedLoop(PreparedStep):
         Raises:
             MeasuringError: The loop ended before it ran `FEWEST_STEPS` steps.
         """
-        device = self.context.device
+        device, processes = self.context.device, StepProcesses(self.context.end_step)
         notes: tuple[str, ...] = ()
         counted, is_over = NO_COUNTS, False
         longer: Sequence[ByDevice] = ()
@@ -71,8 +70,7 @@ class PreparedLoop(PreparedStep):
         collect_everything()
         device.settle()
         with cyclic_collector_off():
-            seen = [self.first_figures, *self._steps(self.steps - 1)]
-            self.memory_measured()
+            seen = [processes.beside(self.first_figures), *self._steps(self.steps - 1, processes)]
             number = len(seen)
             if number < FEWEST_STEPS:
                 raise MeasuringError(
@@ -88,15 +86,20 @@ class PreparedLoop(PreparedStep):
                 notes, is_over = (f"{ended} {self.steps} steps: nothing was counted or timed",), True
             else:
                 latest = seen[-FURTHER_STEPS - 1 :]
-                alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(latest)))
+                alike = device.consensus.all(all(have_same_peaks(*pair) for pair in pairwise(map(own_figures, latest))))
                 with device.peak_ignored():
                     counted = count_step(self._run_counted, device, repeats=alike)
                 if device.consensus.any(keeps_bytes_rarely(_growth_window(seen))):
-                    longer = list(self._steps(WINDOW))
-        figures = replace(loop_figures(seen, longer), counted=counted)
+                    longer = list(self._steps(WINDOW, processes))
+        own = loop_figures(list(map(own_figures, seen)), list(map(own_figures, longer)))
+        figures = replace(own, counted=counted)
         parameters = {id(parameter): parameter.numel() for parameter in self._parameters()}
         workload = replace(self.workload, parameters=sum(parameters.values()) or None)
-        return MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()), is_over=is_over)
+        measured = MeasuredStep(figures, workload, self.work, (*notes, *figures.notes()), is_over=is_over)
+        growth = growth_by_device([*_growth_window(seen), *longer])
+        return with_processes(
+            measured, processes, seen, lambda name, runs: process_figures(runs, growth_in(growth, name))
+        )
 
     def time(self, step: MeasuredStep) -> MeasuredStep:
         """Return the measured ``step`` with its times, if the loop still has enough steps."""
@@ -116,11 +119,13 @@ class PreparedLoop(PreparedStep):
     def _run_counted(self) -> None:
         self.run_counted()
 
-    def _steps(self, number: int) -> Iterator[ByDevice]:
+    def _steps(self, number: int, processes: StepProcesses) -> Iterator[ByDevice]:
         """Yield figures for ``number`` further steps, or for fewer steps if the loop ends."""
         try:
             for _ in range(number):
-                yield run_one_step(self.phases, self.context.device, self.other_bytes, older_garbage=False)
+                yield processes.beside(
+                    run_one_step(self.phases, self.context.device, self.other_bytes, older_garbage=False)
+                )
         except LoopEnded:
             return
 

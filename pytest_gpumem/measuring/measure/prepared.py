@@ -7,10 +7,20 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.explain.call_sites import OperatorSites
 from pytest_gpumem.measuring.explain.recording import ExpectedFigures, Subject, phase
+from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES
 from pytest_gpumem.measuring.measure.counting import NO_COUNTS, TALLIED, count_step, with_lines
 from pytest_gpumem.measuring.measure.growth import WINDOW, measure_growth
+from pytest_gpumem.measuring.measure.other_processes import (
+    StepProcesses,
+    figures_in,
+    growth_in,
+    names_in,
+    own_figures,
+    process_figures,
+)
 from pytest_gpumem.measuring.measure.random_numbers import restored_random_numbers
 from pytest_gpumem.measuring.measure.reading import run_one_step, run_phases
 from pytest_gpumem.measuring.measure.settling import do_equal_work, figures_of_steps, have_same_peaks
@@ -22,14 +32,13 @@ if TYPE_CHECKING:
 
     import torch
 
-    from pytest_gpumem.facts.measurement import Workload
     from pytest_gpumem.facts.values.composition import Explanation
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.explain.owners import TensorOwners
     from pytest_gpumem.measuring.explain.sites import Site
     from pytest_gpumem.measuring.explain.tracker import Tracker
     from pytest_gpumem.measuring.measure.context import MeasuringContext
-    from pytest_gpumem.measuring.measure.reading import Phase
+    from pytest_gpumem.measuring.measure.reading import ByDevice, Phase
     from pytest_gpumem.measuring.measure.settling import StepFigures
 
 MOST_WARM_UPS = 6
@@ -58,6 +67,29 @@ class MeasuredStep:
     """The number of module calls repeated by backward; ``None`` if the step is not a training step."""
     is_over: bool = False
     """True if the step cannot run again, because its loop has ended."""
+    processes: Mapping[str, MeasuredStep] = field(default_factory=dict)
+    """The figures of other processes in this step, by name, and of all processes together (`ALL`). Empty if there are none."""
+    gained_before: int = 0
+    """`Measurement.gained_before`"""
+    imbalance: float | None = None
+    """The largest peak of a rank divided by the smallest, for all processes together."""
+
+    @property
+    def is_own(self) -> bool:
+        """True if these are the figures of the test's own process."""
+        return self.workload.step not in (PROCESS, PROCESSES)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if only other processes used memory."""
+        return bool(self.processes) and not any(
+            figures.memory.own_peak > 0 for figures in self.figures.devices.values()
+        )
+
+    def of_all_processes(self) -> MeasuredStep:
+        """Return the figures of all processes together, with this step's times and items."""
+        step = self.processes[ALL]
+        return replace(step, figures=replace(step.figures, times=self.figures.times), work=self.work)
 
     @property
     def may_be_timed(self) -> bool:
@@ -73,6 +105,11 @@ class MeasuredStep:
         """Return all metrics by name: bytes, counts, seconds, and items per second."""
         figures = self.figures
         metrics: dict[str, float] = {**figures.memory_metrics(), **figures.counted.counts.metrics()}
+        if self.workload.step == PROCESSES:
+            # A process may be there in the first step only, which also creates the own process's state.
+            del metrics["retained"]
+        if self.imbalance is not None:
+            metrics["imbalance"] = self.imbalance
         times = figures.times
         if times is not None:
             metrics["step_time"] = times.median
@@ -81,6 +118,35 @@ class MeasuredStep:
             if items is not None and times.median > 0:
                 metrics["throughput"] = items / times.median
         return metrics
+
+
+def with_processes(
+    step: MeasuredStep,
+    processes: StepProcesses,
+    seen: Sequence[ByDevice],
+    figures_of: Callable[[str, Sequence[ByDevice]], StepFigures],
+) -> MeasuredStep:
+    """Return a measured step with the figures of other processes.
+
+    Args:
+        step: The figures of the test's own process.
+        processes: The other processes.
+        seen: Figures for each run whose peak counts, from `StepProcesses.beside`.
+        figures_of: Returns a process's figures. The arguments are its name and its figures in each run with this process.
+    """
+    measured = {}
+    for name in names_in(seen):
+        figures = figures_of(name, [run for run in (figures_in(run, name) for run in seen) if run])
+        remarks = processes.remarks(name)
+        measured[name] = MeasuredStep(
+            figures,
+            Workload(PROCESSES if name == ALL else PROCESS),
+            {},
+            (*figures.notes(), *remarks.notes),
+            gained_before=remarks.gained_before,
+            imbalance=remarks.imbalance,
+        )
+    return replace(step, processes=measured) if measured else step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +187,16 @@ class PreparedStep:
         the optimizer has created its lazy state, and autotuning is finished. `FURTHER_STEPS` more runs follow, which show work
         that the step does only every second to sixth time. All ranks decide together, so all run equally many steps
         (`Device.consensus`). See `settling` for an example.
+
+        All of this is also true for the figures of other processes, for example of a server that the step asks. If only a
+        server keeps bytes, its growth is measured.
         """
         device, state, peak_only = self.context.device, self.state, self.context.peak_only
-        run_step = functools.partial(run_one_step, self.phases, device, self.other_bytes)
+        processes = StepProcesses(self.context.end_step)
+
+        def run_step(*, older_garbage: bool = True) -> ByDevice:
+            return processes.beside(run_one_step(self.phases, device, self.other_bytes, older_garbage=older_garbage))
+
         step = functools.partial(run_phases, self.phases)
         device.quiesce()
         with cyclic_collector_off():
@@ -139,7 +212,7 @@ class PreparedStep:
             latest = seen[-1]
             further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
             seen += further[1:]
-            growth = (
+            growth: Mapping[str, int] = (
                 measure_growth(run_step, device)
                 if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
                 else {}
@@ -148,14 +221,24 @@ class PreparedStep:
             # weights.
             with device.peak_ignored():
                 alike = device.consensus.all(
-                    settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(further))
+                    settled_at is not None and all(do_equal_work(*pair) for pair in pairwise(map(own_figures, further)))
                 )
                 counted = (
                     NO_COUNTS if peak_only else count_step(step, device, is_compiled=self.is_compiled, repeats=alike)
                 )
-        figures = replace(figures_of_steps(seen, settled_at), counted=counted, growth=growth)
+        own = figures_of_steps([own_figures(run) for run in seen], settled_at)
+        figures = replace(own, counted=counted, growth=growth_in(growth))
         recomputed = None if self.recomputed is None else self.recomputed()
-        return MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
+        measured = MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
+        return with_processes(
+            measured, processes, seen, lambda name, runs: process_figures(runs, growth_in(growth, name))
+        )
+
+    def run_again(self) -> None:
+        """Run the step once more, for a recording in other processes. The run does not count for the test's own process."""
+        device = self.context.device
+        with cyclic_collector_off(), restored_random_numbers(device), device.peak_ignored():
+            run_one_step(self.phases, device, self.other_bytes)
 
     def time(self, step: MeasuredStep) -> MeasuredStep:
         """Return the measured ``step`` with its times, or ``step`` itself if this session times no steps.

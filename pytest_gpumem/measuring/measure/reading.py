@@ -25,7 +25,7 @@ class Figures:
     Live bytes and peaks are counted from the same zero point, so they can be subtracted from each other. ``other_bytes`` belong
     to other code and are live during the whole region. ``live_before`` is read before the region runs, ``live_run`` right after
     the region, and ``live_after`` after a further garbage collection. These three values exclude workspaces. Peaks include
-    workspaces.
+    workspaces. ``live_run`` is ``None`` for another process, because it collects garbage before it reports its bytes.
 
     Example:
         The second run of a training step on a CPU: ``live_before`` and ``live_after`` are 8,471,584 bytes,
@@ -37,7 +37,7 @@ class Figures:
     live_before: int
     reserved_before: int | None
     peak: Peak
-    live_run: int
+    live_run: int | None
     live_after: int
     phases: Mapping[str, Peak] = field(default_factory=dict)
     turnover: int = 0
@@ -97,7 +97,8 @@ class Figures:
         metrics["retained"] = self.retained
         if self.loaded is not None:
             metrics["loaded"] = self.loaded
-        metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
+        if self.live_run is not None:
+            metrics["cyclic_garbage"] = max(0, self.live_run - self.live_after)
         return metrics
 
 
@@ -116,7 +117,9 @@ def notes_on_missing(figures: Iterable[Figures]) -> tuple[str, ...]:
 
 
 ByDevice = Mapping[str, Figures]
-"""A region's figures on each device used by the process, by device name. The measured device comes first."""
+"""A region's figures on each device used by the process, by device name. The measured device comes first.
+
+Figures of other processes in a step follow, by GPU and process: ``"cuda:0 in serve.py"`` (`beside_processes`)."""
 
 
 def by_device(steps: Sequence[ByDevice]) -> dict[str, tuple[Figures, ...]]:

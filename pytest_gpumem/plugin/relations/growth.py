@@ -13,6 +13,7 @@ from pytest_gpumem.facts.measurement import HELD_NOTHING
 from pytest_gpumem.measuring.measure.growth import grows
 from pytest_gpumem.measuring.measure.reading import live_everywhere
 from pytest_gpumem.measuring.steps.batches import describe, number_of_steps
+from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
 from pytest_gpumem.torch_support.garbage_collector import cyclic_collector_off
 from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.reachability import alive, blocks_of, storages_of
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 MOST_KINDS = 3
 
 
-def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20) -> None:
+def assert_no_growth(
+    device: Device, step: Callable[[], object], steps: int = 20, elsewhere: GrowthElsewhere | None = None
+) -> None:
     """Call a step repeatedly, and fail if memory still grows in the second half of the calls.
 
     If memory grows, ``step`` is called once more to find the kept tensors. A tensor that this further call replaces, such as a
@@ -41,11 +44,13 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         device: The device whose memory is read after each call.
         step: The function to call.
         steps: The number of calls, at least 2.
+        elsewhere: The other processes that the step uses.
 
     Raises:
         AssertionError: Memory grows. The message names the kept tensors and their holders.
         MeasuringError: The step allocated nothing on the device.
     """
+    elsewhere = elsewhere or GrowthElsewhere(None)
     steps = number_of_steps(steps, 2, "growth is seen only over two steps or more")
     half = steps // 2
     with cyclic_collector_off():
@@ -58,28 +63,51 @@ def assert_no_growth(device: Device, step: Callable[[], object], steps: int = 20
         # These references are weak, because a tensor that later steps replace must be freed.
         references = [weakref.ref(tensor) for tensor in _tensors(device).values()]
         kinds_before = _kinds(device)
+        is_used_elsewhere = elsewhere.end_warm_up()
         for _ in range(half, steps):
             step()
             device.quiesce()
             live.append(sum(live_everywhere(device)))
+            elsewhere.end()
         device.close_window(window)
-        if sum(peak.allocated for peak in window.everywhere) <= began and {*live} == {began}:
+        is_used = sum(peak.allocated for peak in window.everywhere) > began or {*live} != {began}
+        if not is_used and not is_used_elsewhere and not elsewhere.is_used:
             raise MeasuringError(f"the step held no tensor on {device.torch_device}: {HELD_NOTHING}")
-        if not grows(live):
-            return
-        # Read the ids of living tensors only, because Python may give a freed tensor's id to a new tensor.
-        old = {id(reference()) for reference in references}
-        fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
-        survivors: list[torch.Tensor] = []
-        if not device.consensus.several:
-            with suppress(*RAISED_BY_A_STEP):
-                step()
-            device.quiesce()
-            survivors = [tensor for reference in fresh if (tensor := reference()) is not None]
-        survivors = survivors or _of_more_kinds(device, old, kinds_before)
-        blocks = blocks_of(survivors)
-        holders = _by_bytes(blocks, holders_of(blocks))
-    raise AssertionError(growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), survivors, holders))
+        own_text = _own_text(device, step, live, references, kinds_before) if grows(live) else ""
+        text = "\n".join(filter(None, (own_text, elsewhere.text(step))))
+    if text:
+        raise AssertionError(text)
+
+
+def _own_text(
+    device: Device,
+    step: Callable[[], object],
+    live: Sequence[int],
+    references: Sequence[weakref.ref[torch.Tensor]],
+    kinds_before: Mapping[str, int],
+) -> str:
+    """Call the step once more to find the kept tensors, and return the message about memory that grows in this process.
+
+    Args:
+        device: The device whose memory grows.
+        step: The function to call.
+        live: The live bytes before and after each step.
+        references: The tensors before these steps.
+        kinds_before: The numbers of these tensors by dtype and shape.
+    """
+    # Read the ids of living tensors only, because Python may give a freed tensor's id to a new tensor.
+    old = {id(reference()) for reference in references}
+    fresh = [weakref.ref(tensor) for number, tensor in _tensors(device).items() if number not in old]
+    survivors: list[torch.Tensor] = []
+    if not device.consensus.several:
+        with suppress(*RAISED_BY_A_STEP):
+            step()
+        device.quiesce()
+        survivors = [tensor for reference in fresh if (tensor := reference()) is not None]
+    survivors = survivors or _of_more_kinds(device, old, kinds_before)
+    blocks = blocks_of(survivors)
+    holders = _by_bytes(blocks, holders_of(blocks))
+    return growth_text(live[-1] - min(live), len(live) - 1 - live.index(min(live)), survivors, holders)
 
 
 def _of_more_kinds(device: Device, old: Collection[int], kinds_before: Mapping[str, int]) -> list[torch.Tensor]:

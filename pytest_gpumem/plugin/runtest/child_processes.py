@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.devices.contract import Device
+    from pytest_gpumem.measuring.jobs.figures import Names
     from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
 
 
@@ -62,21 +63,33 @@ class SessionProcesses:
         """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
         return self._windows.window(record=record)
 
+    def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
+        """End a step, which is a part of a window, and return the figures of all processes as `figures_of_processes` does.
 
-def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping[str, int]) -> JobFigures:
+        If there are no other processes, return ``None``.
+        """
+        step = self._windows.divide()
+        is_alone = not (step.usages or step.killed or step.silent or step.unknown)
+        return None if is_alone else figures_of_processes(step, device, own_peaks, earlier)
+
+
+def figures_of_processes(
+    window: WindowUsage, device: Device, own_peaks: Mapping[str, int], earlier: Names | None = None
+) -> JobFigures:
     """Return the figures of all processes in a window. They are empty if no process used the device.
 
     Args:
-        window: The processes in the test's call or region.
+        window: The processes in the test's call, region or step.
         device: The test's device.
         own_peaks: The peak of the test's own process in bytes, by GPU: ``{"cuda:0": 4096}``.
+        earlier: The names in the step before.
 
     Raises:
         MeasuringError: The memory of a process that the test used is not known.
     """
     if _lacking(device) is not None:
         return JobFigures({}, ())
-    _check(window)
+    check_processes(window, device)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
     own = {
         _in_machine(on_device.torch_device.index, visible): OwnPeak(gpu, own_peaks[gpu])
@@ -84,7 +97,7 @@ def figures_of_processes(window: WindowUsage, device: Device, own_peaks: Mapping
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
     usages = without_rank_in(os.environ, window.usages)
-    return job_figures(usages, device.torch_device.type, own)
+    return job_figures(usages, device.torch_device.type, own, earlier)
 
 
 def _in_machine(index: int | None, visible: str | None) -> int:
@@ -107,7 +120,10 @@ def without_rank_in(environment: Mapping[str, str], usages: Iterable[ProcessUsag
         yield replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
 
 
-def _check(window: WindowUsage) -> None:
+def check_processes(window: WindowUsage, device: Device) -> None:
+    """Raise `MeasuringError` if the memory of a process that the test used is not known."""
+    if _lacking(device) is not None:
+        return
     for sentence in window.unknown:
         raise MeasuringError(sentence)
     for usage in window.silent:

@@ -265,7 +265,13 @@ class Explainer:
             return judged.with_notes([f"its allocations were not recorded, because {reason}"])
         peak = measurement.by_device.get(gpu, {}).get("peak_allocated", measurement.peak_allocated)
         recorded_peak = process.by_gpu[gpu]["peak_allocated"]
-        explanation = process_explanation(process.recorded[gpu], recorded_peak, peak, self.context.sites.site_of)
+        explanation = process_explanation(
+            process.recorded[gpu],
+            recorded_peak,
+            peak,
+            self.context.sites.site_of,
+            repeats="growth" in measurement.metrics,
+        )
         return self.with_packages(self.explained(judged, explanation, explain))
 
     def explained(

@@ -176,6 +176,7 @@ class Measuring:
                 sites=None if settings.explain == "never" else self._sites,
                 artifacts=Artifacts(settings.artifacts_folder if self._writes else None, item.nodeid, device),
                 over_time=bool(settings.report),
+                end_step=None if self.processes is None else partial(self.processes.end_step, device),
             )
             policy = ExplainPolicy(self.config, settings, judging)
             # On an emulated GPU, the test's file may have read uncomputed values, even if the test runs on another device.

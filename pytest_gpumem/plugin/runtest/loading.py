@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pytest_gpumem.facts.measurement import Workload
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.explain.owners import TensorOwners
     from pytest_gpumem.measuring.explain.tracker import Tracker
-    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
     from pytest_gpumem.plugin.runtest.run import TestRun
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Loading(Generic[T]):
 
 def load(
     run: TestRun, factory: Callable[[], T], name: str | None, *, explain: bool | None
-) -> tuple[T, JudgedMeasurement]:
+) -> tuple[T, Callable[[], Measurement]]:
     """Run ``factory`` once and measure it.
 
     Args:
@@ -47,7 +47,7 @@ def load(
         explain: Whether to explain the peak; ``None`` if the verdict and the settings decide.
 
     Returns:
-        The loaded object, and the measurement with its verdict.
+        The loaded object, and a function that adds the measurement to the test.
 
     Raises:
         TypeError: ``factory`` is not callable.
@@ -66,7 +66,10 @@ def load(
     values: list[T] = []
     try:
         device.consensus.rest()
-        with read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures:
+        with (
+            run.processes_window() as window,
+            read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures,
+        ):
             values.append(factory())
     except Exception as error:
         run.explainer.explain_out_of_memory(error, repeated.subject)
@@ -76,7 +79,10 @@ def load(
     by_device = {gpu: replace(memory, loaded=loaded[gpu]) for gpu, memory in figures().items()}
     workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
     judged = run.judge_figures(workload, by_device, name)
-    return value, run.explainer.explain_once(judged, repeated.subject, explain=explain)
+    if judged.measurement.peak_allocated > 0:  # otherwise, only another process may have memory
+        judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
+    own_peaks = {gpu: memory.own_peak for gpu, memory in by_device.items()}
+    return value, partial(run.keep_with_processes, judged, own_peaks, window)
 
 
 class _RepeatedLoading:

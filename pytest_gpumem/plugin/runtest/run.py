@@ -15,11 +15,13 @@ from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measuring.jobs.counterparts import new_names
-from pytest_gpumem.measuring.jobs.figures import ALL, JobFigures
+from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFigures
 from pytest_gpumem.measuring.jobs.windows import Window
+from pytest_gpumem.measuring.measure.growth import WINDOW
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes
+from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
+from pytest_gpumem.plugin.runtest.child_processes import check_processes, figures_of_processes, notes_on_processes
 from pytest_gpumem.plugin.runtest.explaining import call_again
 from pytest_gpumem.plugin.runtest.gpu_use import at_end
 from pytest_gpumem.plugin.runtest.judging import NOT_TIMED
@@ -50,7 +52,19 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.runtest.ownership import Ownership
 
 
-_CALL, _PROCESS, _PROCESSES = "call", "process", "processes"
+_CALL = "call"
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedStep:
+    """A step's measurements, each with its verdict."""
+
+    own: JudgedMeasurement | None
+    """The measurement of the test's own process; ``None`` if only other processes used memory."""
+    processes: Sequence[JudgedMeasurement] = ()
+    """The measurement of each other process."""
+    of_all: JudgedMeasurement | None = None
+    """The measurement of all processes together; ``None`` if there are no other processes."""
 
 
 @dataclass(eq=False, repr=False)
@@ -282,26 +296,47 @@ class TestRun:
             MeasuringError: The memory of another process is not known. If the own process used memory, its measurement is
                 added before.
         """
-        notes = notes_on_processes(window.usage, self.device)
         has_own = own.measurement.peak_allocated > 0
         try:
             job = figures_of_processes(window.usage, self.device, own_peaks)
         except MeasuringError:
             if has_own:
-                self.keep(own.with_notes(notes))
+                self._keep_all(JudgedStep(own), window)
             raise
-        if job.processes:
-            name = without_rank(own.measurement.name)
-            job = self.with_names_by_baseline(job, name)
-            processes = self.judge_processes(job.processes, name)
-            judged_job = self.judge_job(Workload(_PROCESSES), job, f"{name}: {ALL}").with_notes(notes)
-            *_, measurement_of_all = [self.keep(part) for part in (*([own] if has_own else []), *processes, judged_job)]
-            return own.measurement if has_own else measurement_of_all
-        measurement = self.keep(own.with_notes(notes))
-        if self.lost is not None:
+        if not job.processes:
+            return self._keep_all(JudgedStep(own), window)
+        name = without_rank(own.measurement.name)
+        job = self.with_names_by_baseline(job, name)
+        processes = self.judge_processes(job.processes, name)
+        of_all = self.judge_job(Workload(PROCESSES), job, f"{name}: {ALL}")
+        return self._keep_all(JudgedStep(own if has_own else None, processes, of_all), window)
+
+    def keep_step(self, judged: JudgedStep, window: Window) -> Measurement:
+        """Add a step's measurements.
+
+        Args:
+            judged: The measurements.
+            window: The other processes while the step was measured, counted and timed.
+
+        Returns:
+            The measurement of the own process, or of all processes together if only others used memory.
+
+        Raises:
+            MeasuringError: The memory of another process is not known. The measurements are added before.
+        """
+        measurement = self._keep_all(judged, window)
+        check_processes(window.usage, self.device)
+        return measurement
+
+    def _keep_all(self, judged: JudgedStep, window: Window) -> Measurement:
+        """Add measurements, with notes on processes whose memory does not count."""
+        notes = notes_on_processes(window.usage, self.device)
+        *parts, last = [part for part in (judged.own, *judged.processes, judged.of_all) if part is not None]
+        kept = [self.keep(part) for part in (*parts, last.with_notes(notes) if notes else last)]
+        if self.lost is not None and judged.of_all is None:
             # A process that does not report may be the reason.
             self.lost = "; ".join((self.lost, *notes))
-        return measurement
+        return kept[-1 if judged.own is None else 0]
 
     def keep_script(self, figures: ByDevice, window: Window) -> Measurement | None:
         """Add the measurements of a script without steps, if other processes used a GPU.
@@ -330,7 +365,7 @@ class TestRun:
         return [self._judge_process(process, process.name, name) for process in processes]
 
     def _judge_process(self, process: ProcessFigures, process_name: str, job_name: str) -> JudgedMeasurement:
-        return self.judge_job(Workload(_PROCESS), process, f"{job_name}: {process_name}")
+        return self.judge_job(Workload(PROCESS), process, f"{job_name}: {process_name}")
 
     def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
         """Return a job whose processes with the same program have the names of the baselines they fit.
@@ -375,8 +410,10 @@ class TestRun:
 
     def judge(
         self, prepared: PreparedStep, step: MeasuredStep, name: str | None, *, explain: bool | None = None
-    ) -> JudgedMeasurement:
+    ) -> JudgedStep:
         """Judge a measured step by its memory, explain and time the step if necessary, and judge it again with its times.
+
+        If only other processes used memory, the step's times belong to the measurement of all processes.
 
         Args:
             prepared: The step, which is run again for the explanation and for timing.
@@ -385,30 +422,81 @@ class TestRun:
             explain: Whether to explain the step; ``None`` if the verdict and the settings decide.
 
         Returns:
-            The measurement with its verdict.
+            The measurements with their verdicts.
         """
-        consensus, sites = self.device.consensus, self.context.sites
+        consensus, sites, is_elsewhere = self.device.consensus, self.context.sites, step.is_elsewhere
+        processes: Sequence[JudgedMeasurement] = ()
+        if step.processes:
+            name = name or self._free_name(step.workload)
+            processes = self._judge_processes_of(prepared, step, name, explain)
         judged = self.judging.judge(self._measurement_of(step, name))
         explanation = None
         if sites is not None:
             sites.packages.clear()
-            step, explanation = self.explainer.explain_step(prepared, step, judged, explain)
+            if not is_elsewhere:
+                step, explanation = self.explainer.explain_step(prepared, step, judged, explain)
         if self.context.time_budget is not None and consensus.all(step.may_be_timed):
             step = prepared.time(step)
             judged = self.judging.judge(self._measurement_of(step, name))
         while consensus.all(step.may_be_timed_again) and consensus.any(self._should_time_again(judged)):
             step = prepared.time_again(step)
             judged = self.judging.judge(self._measurement_of(step, name))
-        if sites is None:
+        if sites is not None:
+            by_operator = step.figures.counted.by_operator
+            if by_operator != judged.measurement.by_operator and not is_elsewhere:
+                judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
+            if explanation is not None:
+                judged = self.explainer.explained(judged, explanation, explain)
+            judged = self.explainer.with_packages(judged)
+            consensus.release()  # the caller frees the step's objects next
+        return self._judged_step(step, name, judged, processes)
+
+    def _judged_step(
+        self, step: MeasuredStep, name: str | None, judged: JudgedMeasurement, processes: Sequence[JudgedMeasurement]
+    ) -> JudgedStep:
+        if step.is_elsewhere:
+            return JudgedStep(None, processes, judged)
+        if not step.processes:
+            return JudgedStep(judged)
+        of_all = self._measurement_of(step.processes[ALL], f"{name}: {ALL}")
+        return JudgedStep(judged, processes, self.judging.judge(of_all))
+
+    def _judge_processes_of(
+        self, prepared: PreparedStep, step: MeasuredStep, name: str, explain: bool | None
+    ) -> Sequence[JudgedMeasurement]:
+        """Judge each other process in a step, and explain their peaks and growth if necessary.
+
+        Several ranks explain no other processes, because the other ranks may not run the step again with this rank.
+        """
+        names = [process for process in step.processes if process != ALL]
+        judged = [self.judging.judge(self._measurement_of(step.processes[each], f"{name}: {each}")) for each in names]
+        if self.judging.ranks.rank is not None:
             return judged
-        by_operator = step.figures.counted.by_operator
-        if by_operator != judged.measurement.by_operator:
-            judged = judged.explained(replace(judged.measurement, by_operator=by_operator))
-        if explanation is not None:
-            judged = self.explainer.explained(judged, explanation, explain)
-        judged = self.explainer.with_packages(judged)
-        consensus.release()  # the caller frees the step's objects next
-        return judged
+        growing = {each for each in names if any(step.processes[each].figures.growth.values())}
+        run_again = partial(self._recorded_step, prepared.run_again, growing)
+        return self.explainer.explain_processes(judged, run_again, explain=explain)
+
+    def growth_elsewhere(self) -> GrowthElsewhere:
+        """Return the other processes for `assert_no_growth`. Several ranks do not look for the kept tensors."""
+        sites = self.context.sites if self.judging.ranks.rank is None else None
+        return GrowthElsewhere(self.context.end_step, None if sites is None else self._recorded_step, sites)
+
+    def _recorded_step(self, step: Callable[[], object], growing: Collection[str]) -> Sequence[ProcessFigures]:
+        """Run a step again while its processes record their allocations.
+
+        If memory grows, but only some steps keep bytes, the step runs until each growing process keeps bytes.
+        """
+        recorded: Sequence[ProcessFigures] = ()
+        for _ in range(WINDOW):
+            recorded = self._recorded(step)
+            keeping = {
+                process.name: any(blocks.retained for blocks in process.recorded.values())
+                for process in recorded
+                if process.recorded
+            }
+            if all(keeping.get(process, True) for process in growing):
+                break
+        return recorded
 
     def _should_time_again(self, judged: JudgedMeasurement) -> bool:
         time_budget = self.context.time_budget
@@ -463,18 +551,27 @@ class TestRun:
         return {device: values for device, values in metrics.items() if values["peak_allocated"] > 0}
 
     def _measurement_of(self, step: MeasuredStep, name: str | None) -> Measurement:
-        figures, devices = step.figures, step.figures.devices
-        by_device = (
-            self._by_device({device: on_device.metrics() for device, on_device in devices.items()})
-            if self.device.others
-            else {}
-        )
+        notes = [NOT_TIMED] if step.is_own and self._leaves_times_out else []
+        if step.is_elsewhere:
+            step, name = step.of_all_processes(), f"{name}: {ALL}"
+        figures, devices, metrics = step.figures, step.figures.devices, step.metrics()
+        by_device: Mapping[str, Mapping[str, int]] = {}
+        if self.device.others if step.is_own else len(devices) > 1:
+            by_device = {device: on_device.metrics() for device, on_device in devices.items()}
+            by_device = (
+                self._by_device(by_device)
+                if step.is_own
+                else {
+                    device: {name: values[name] for name in values if name in metrics}
+                    for device, values in by_device.items()
+                }
+            )
         return self._new_measurement(
             step.workload,
-            step.metrics(),
+            metrics,
             name,
             settled=figures.is_settled,
-            notes=(*step.notes, *([NOT_TIMED] if self._leaves_times_out else [])),
+            notes=(*step.notes, *notes),
             recomputed=step.recomputed,
             times=figures.times,
             work=step.work,
@@ -483,6 +580,7 @@ class TestRun:
             lowest_counts=figures.counted.lowest,
             workspaces=max(on_device.memory.workspaces for on_device in devices.values()),
             unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
+            gained_before=step.gained_before,
             by_device=by_device,
             step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )
@@ -505,10 +603,7 @@ class TestRun:
             ValueError: The test already has a measurement with this name, or the store uses such a name for a rank or for
                 one of several GPUs.
         """
-        rank = self.judging.ranks.rank
-        taken = {judged.measurement.name for judged in self.judged}
-        if rank is not None:
-            taken = {without_rank(name_taken) for name_taken in taken}
+        rank, taken = self.judging.ranks.rank, self._taken_names()
         if name in taken:
             raise ValueError(
                 f"this test already has a measurement called {name!r}, and every measurement needs its own baseline; give it "
@@ -518,9 +613,7 @@ class TestRun:
             raise ValueError(
                 f"the store uses the name {name!r} for the measurement {without_rank(name)!r} of a rank; give it another name"
             )
-        # If only other processes used a GPU, a region has no measurement, and theirs begin with its name.
-        regions = {name_taken.partition(": ")[0] for name_taken in taken}
-        name = name or _numbered(workload.step, taken | regions)
+        name = name or self._free_name(workload)
         self._check_parts({*taken, name})
         environment = self._environment
         environment = replace(environment, details={**environment.details, **self.device.libraries()})
@@ -530,6 +623,17 @@ class TestRun:
             workload = _under_routing(workload, self.judging.settings.routing, reads)
             notes = (*notes, *reads.notes())
         return Measurement(name, workload, environment, metrics, notes=tuple(notes), **more)
+
+    def _taken_names(self) -> set[str]:
+        """Return the names of the test's measurements so far, without ranks."""
+        names = {judged.measurement.name for judged in self.judged}
+        return names if self.judging.ranks.rank is None else {without_rank(name) for name in names}
+
+    def _free_name(self, workload: Workload) -> str:
+        """Return the name for a measurement if the test gave none."""
+        taken = self._taken_names()
+        # If only other processes used a GPU, a region has no measurement, and theirs begin with its name.
+        return _numbered(workload.step, taken | {name.partition(": ")[0] for name in taken})
 
     def _check_parts(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` if the store already uses one of the ``names`` for another measurement on a single GPU.
@@ -549,7 +653,7 @@ class TestRun:
         if not self.measures_itself and self.judged[0].measurement.workload.step == _CALL:
             retained = partial(self._retained_blocks, self._made_by_call)
             self.judged[0] = self.explainer.explain_once(self.judged[0], self._call_subject, retained=retained)
-        at = [index for index, judged in enumerate(self.judged) if judged.measurement.workload.step == _PROCESS]
+        at = [index for index, judged in enumerate(self.judged) if judged.measurement.workload.step == PROCESS]
         if not self.measures_itself and at:
             explained = self.explainer.explain_processes([self.judged[index] for index in at], self._recorded_processes)
             for index, judged in zip(at, explained, strict=True):
@@ -557,11 +661,14 @@ class TestRun:
 
     def _recorded_processes(self) -> Sequence[ProcessFigures]:
         """Run the test's call again while its processes record their allocations."""
+        self._call_subject(self.device).prepare()
+        return self._recorded(partial(call_again, self.item))
+
+    def _recorded(self, run: Callable[[], object]) -> Sequence[ProcessFigures]:
+        """Run code while its processes record their allocations."""
         assert self.processes is not None, "only called if there are processes"
-        subject = self._call_subject(self.device)
-        subject.prepare()
         with self.processes.window(record=True) as window:
-            call_again(self.item)
+            run()
         own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
         return figures_of_processes(window.usage, self.device, own_peaks).processes
 

@@ -24,12 +24,11 @@ from pytest_gpumem.measuring.steps.batches import number_of_steps, work_of_items
 from pytest_gpumem.plugin.runtest.child_processes import notes_on_processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from pytest_gpumem.facts.measurement import Measurement
     from pytest_gpumem.measuring.measure.reading import ByDevice
-    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
-    from pytest_gpumem.plugin.runtest.run import TestRun
+    from pytest_gpumem.plugin.runtest.run import JudgedStep, TestRun
 
 
 _LEAST = (
@@ -82,15 +81,13 @@ class MeasuredLoop:
         self._ends_steps_itself = False
         """True if the loop or a callback calls `step_ended`. From then on, a step ends only by such a call, and not by an
         optimizer."""
-        self._judged: JudgedMeasurement | None = None
+        self._judged: JudgedStep | None = None
         self._measurement: Measurement | None = None
         self._other_blocks: frozenset[int] = frozenset()
         self._first: FirstStep | None = None
         self._processes = ExitStack()
-        """Closed when the memory of the loop's steps has been measured. Then the window ends."""
+        """Has the window of other processes."""
         self._window: Window | None = None
-        self._own_peaks: Mapping[str, int] = {}
-        """The highest peak of the test's own process in any step for memory figures, by GPU."""
         self._script_figures: ByDevice | None = None
         """The figures of a script without steps."""
 
@@ -220,13 +217,9 @@ class MeasuredLoop:
             steps=self._steps,
             first_figures=self._first.figures(),
             optimizers=self._boundaries.optimizers,
-            memory_measured=self._processes.close,
             other_blocks=self._other_blocks,
         )
         step = self._run.measure(prepared)
-        self._own_peaks = {
-            gpu: max(figures.own_peak for figures in on_device.runs) for gpu, on_device in step.figures.devices.items()
-        }
         self._judged = self._run.judge(prepared, step, self._name, explain=self._explain)
 
     def _keep(self) -> None:
@@ -234,7 +227,7 @@ class MeasuredLoop:
         assert self._window is not None, "the loop has begun"
         self._boundaries.optimizers.clear()
         if self._judged is not None:
-            self._measurement = self._run.keep_with_processes(self._judged, self._own_peaks, self._window)
+            self._measurement = self._run.keep_step(self._judged, self._window)
         elif self._script_figures is not None:
             self._measurement = self._run.keep_script(self._script_figures, self._window)
 
