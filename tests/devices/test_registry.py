@@ -6,7 +6,7 @@ import pytest
 
 from pytest_gpumem.base.errors import DeviceUnavailable
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
-from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices, make_cuda
+from pytest_gpumem.measuring.devices.registry import BUILT_IN, Devices, make_cuda, variables_of_processes
 
 
 class Factory:
@@ -94,3 +94,21 @@ def test_a_machine_without_a_gpu_says_so(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", available)
     with pytest.raises(DeviceUnavailable, match=r"^no CUDA device: torch .* \(CUDA 13\.0\) sees no GPU$"):
         make_cuda()
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "count_on_cpu"),
+    [
+        ({"cpu"}, 1, True),
+        ({"auto"}, 0, True),
+        ({"auto", "cpu"}, 0, True),
+        ({"auto"}, 1, False),
+        ({"cpu", "cuda"}, 0, False),
+        ({"emulated:h100"}, 0, False),
+    ],
+)
+def test_other_processes_count_on_the_cpu_if_all_tests_are_measured_there(monkeypatch, words, gpus, count_on_cpu):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("pytest_gpumem.emulating.emulation.load.current_emulation", lambda: None)
+    variables = variables_of_processes(Devices({"cpu": CpuDevice}), words)
+    assert variables == (CpuDevice().variables_of_processes() if count_on_cpu else {})

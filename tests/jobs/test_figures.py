@@ -331,3 +331,14 @@ def test_a_doubt_about_a_process_is_a_note_of_the_process_and_of_the_job(more, n
 
 def test_a_process_that_reserved_no_memory_is_left_out():
     assert job_figures([usage(process(1)), usage(process(2), (0, 10))]).processes[0].name == "train.py"
+
+
+def test_the_cpu_has_no_number_and_no_reserved_bytes():
+    on_cpu = DeviceUsage(0, 100, 0, 0, requested=100, allocations=1)
+    job = job_figures([ProcessUsage(began=1, ended=2, devices=(on_cpu,), process=process(1))], "cpu")
+    assert job.by_gpu == {"cpu": {"peak_allocated": 100}}
+    assert [figures.by_gpu for figures in job.processes] == [job.by_gpu]
+    with_own = job_figures(
+        [ProcessUsage(began=1, ended=2, devices=(on_cpu,), process=process(1))], "cpu", {0: OwnPeak("cpu", 40)}
+    )
+    assert with_own.by_gpu == {"cpu": {"peak_allocated": 140}}
