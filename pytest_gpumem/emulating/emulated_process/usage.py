@@ -243,10 +243,10 @@ def mark_as_uncounted(folder: Path, reason: str) -> None:
         (folder / f"{os.getpid()}{UNCOUNTED}").write_text(f"{shlex.join(sys.orig_argv)}\n{reason}", encoding="utf-8")
 
 
-def uncounted_in(folder: Path) -> dict[Path, tuple[str, str]]:
-    """Return the command of each process that cannot count its memory, and the reason, by the file from it."""
-    texts = {path: path.read_text(encoding="utf-8") for path in folder.glob(f"*{UNCOUNTED}")}
-    return {path: (text.partition("\n")[0], text.partition("\n")[2]) for path, text in texts.items()}
+def uncounted_in(path: Path) -> tuple[str, str]:
+    """Return the command of a process that cannot count its memory, and the reason, from its file (`UNCOUNTED`)."""
+    command, _, reason = path.read_text(encoding="utf-8").partition("\n")
+    return command, reason
 
 
 def mark_in(content: bytes) -> tuple[bytes, bytes]:

@@ -66,7 +66,7 @@ def process_explanation(
 
 
 def retained_rows(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Row, ...]:
-    """Return rows of the blocks that a recorded run left."""
+    """Return rows for the blocks left by a recorded run."""
     return _rows(recorded.retained, recorded.modules, site_of)
 
 
@@ -114,7 +114,7 @@ def _without_earlier(
 
 
 def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
-    """Return the blocks at the peak, in which blocks of earlier runs have the line that leaves such blocks in each run.
+    """Return the blocks at the peak. Blocks from earlier runs get the line that leaves such blocks in each run.
 
     If several lines leave blocks with this size, dtype and shape, nothing shows which line it was.
     """

@@ -14,7 +14,7 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_reports, uncounted_in
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def run_job(
             processes.unseen(),
             invalid,
             processes.alive(),
-            tuple(uncounted_in(reports).values()),
+            tuple(map(uncounted_in, reports.glob(f"*{UNCOUNTED}"))),
         )
 
 

@@ -26,6 +26,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     RECORD,
     SEEN,
     TOO_LONG,
+    UNCOUNTED,
     InvalidReport,
     bytes_of,
     mark_in,
@@ -240,13 +241,13 @@ class ProcessWindows:
             unasked = begin_part.unknown if self._listener is None else ()
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
-            marks, earlier = set(self._folder.glob(f"*{SEEN}")), uncounted_in(self._folder)
+            marks, earlier = set(self._folder.glob(f"*{SEEN}")), set(self._folder.glob(f"*{UNCOUNTED}"))
             with ChildWatch(self._folder, self._older) as watch:
                 yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
             unseen = watch.unseen()
-            uncounted = tuple(entry for path, entry in uncounted_in(self._folder).items() if path not in earlier)
+            uncounted = tuple(map(uncounted_in, set(self._folder.glob(f"*{UNCOUNTED}")) - earlier))
             window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
         finally:
             flag.unlink(missing_ok=True)
