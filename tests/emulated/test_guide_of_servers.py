@@ -42,12 +42,15 @@ def test_the_guides_tests_repeat_and_find_the_faults_that_it_shows(session, tmp_
     assert "3 failed, 1 passed" in faulty.stdout, faulty.stdout
     printed = {" ".join(line.split()) for line in faulty.stdout.splitlines()}
     # The peak has another release's workspaces.
-    for measurement, metrics in {"call": ("retained", "kept in"), "measure": ("growth per step", "retained")}.items():
+    for measurement, metrics in {
+        "call": ("retained", "kept in"),
+        "measure": ("growth per step", "retained", "kept in"),
+    }.items():
         shown = next(block.text for block in blocks_of(PAGE) if block.text.startswith(f"In {measurement}: serve.py"))
         rows = [
             line.split() for line in shown.splitlines() if "serve.py:16" in line or line.strip().startswith(metrics)
         ]
-        assert len(rows) == (4 if measurement == "call" else 3)
+        assert len(rows) == 4
         assert printed >= {" ".join(row) for row in rows}, faulty.stdout
     assert re.search(r"imbalance over ranks +1\.00 +1\.\d\d .* regressed", faulty.stdout), faulty.stdout
     assert "train.py rank 1 has the largest peak of all ranks" in faulty.stdout

@@ -114,18 +114,18 @@ def _without_earlier(
 
 
 def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
-    """Return the blocks at the peak. Blocks from earlier runs get the line that leaves such blocks in each run.
+    """Return the blocks at the peak. Blocks from earlier runs get the line of equal blocks in this run.
 
     If several lines leave blocks with this size, dtype and shape, nothing shows which line it was.
     """
-    lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...]]]] = {}
+    lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...], str]]] = {}
     for group in retained:
-        lines.setdefault(_kind(group), set()).add((group.module, group.frames))
+        lines.setdefault(_kind(group), set()).add((group.module, group.frames, group.operator))
     with_lines = []
     for group in at_peak:
         found = lines.get(_kind(group), set()) if _is_older(group) else set()
-        ((module, frames),) = found if len(found) == 1 else [(group.module, group.frames)]
-        with_lines.append(replace(group, module=module, frames=frames))
+        ((module, frames, operator),) = found if len(found) == 1 else [(group.module, group.frames, group.operator)]
+        with_lines.append(replace(group, module=module, frames=frames, operator=operator))
     return tuple(with_lines)
 
 
