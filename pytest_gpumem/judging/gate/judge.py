@@ -163,7 +163,8 @@ def _compare(comparison: Comparison, metric: Metric, baseline: Baseline, toleran
             comparison, metric, baseline_value, allowed_change, is_worse=is_worse
         )
     else:
-        reason = doubt_within_tolerance(comparison, metric, worsening, within)
+        may_doubt = comparison.gained_further < 0
+        reason = doubt_within_tolerance(comparison, metric, worsening, within) if may_doubt else None
         outcome = Outcome.OK if reason is None else Outcome.UNCERTAIN
     return MetricVerdict(metric.name, outcome, value, baseline_value, allowed, limit, reason)
 
