@@ -96,6 +96,7 @@ def test_environment_variables_read_by_the_package_are_on_the_page_or_foreign():
         "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST", "RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
         "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "USERNAME", "PYTHONPATH",
         "PYTEST_PLUGINS", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "GPUMEM_EMULATED", "GPUMEM_USAGE",
+        "XDG_RUNTIME_DIR",
     }  # fmt: skip
     named = {
         name
