@@ -165,7 +165,8 @@ class Gpumem:
         own calls, the count includes every run.
 
         If ``fn`` sends a request to a server that the test started, the server's `growth` shows the bytes that it keeps for
-        each request. See [growth from request to request](../guide/servers-and-launched-jobs.md#growth-from-request-to-request).
+        each request. See [growth from request to
+        request](../guide/servers-and-launched-jobs.md#growth-from-request-to-request).
 
         Args:
             fn: The function to run.
