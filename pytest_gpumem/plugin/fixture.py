@@ -164,6 +164,10 @@ class Gpumem:
         restored afterwards, so the test's next random number does not depend on the number of runs. If ``fn`` counts its
         own calls, the count includes every run.
 
+        If ``fn`` sends a request to a server that the test started, the server's `growth` shows the bytes that it keeps for
+        each request. See [growth from request to
+        request](../guide/servers-and-launched-jobs.md#growth-from-request-to-request).
+
         Args:
             fn: The function to run.
             items: The number of samples, tokens or other items in one call. The measurement has a `throughput` only with
@@ -181,9 +185,6 @@ class Gpumem:
             ValueError: The name is in use, empty or too long.
 
         Example::
-
-            def test_request(gpumem, server):
-                assert gpumem.measure(lambda: server.ask("Hello"), items=1).growth == 0
 
             def test_product(gpumem):
                 a, b = torch.ones(256, 512, device=gpumem.device), torch.ones(512, 64, device=gpumem.device)
