@@ -44,6 +44,9 @@ def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_pa
         ("None", "needs a list with a program and its arguments, got None"),
         ('["python"], timeout="5"', "needs a number of seconds above 0 as timeout, got '5'"),
         ('["python"], timeout=0', "needs a number of seconds above 0 as timeout, got 0"),
+        ('["python"], ranks="2"', "needs a whole number of 1 or more as ranks, got '2'"),
+        ('["python"], ranks=0', "needs a whole number of 1 or more as ranks, got 0"),
+        ('["python"], ranks=True', "needs a whole number of 1 or more as ranks, got True"),
         ('["python"], rank=2', "*launch() got an unexpected keyword argument 'rank'*"),
     ],
 )

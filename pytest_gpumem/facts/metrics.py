@@ -274,11 +274,11 @@ class MetricAttributes:
         decided_by=("emulated_cudnn",),
         emulated=_TWO_PEAKS,
     )
-    """The largest peak of any rank in a launched job, divided by the smallest peak of any rank. For example, it is 1.25 if
-    rank 0 has a peak of 4 GB and rank 1 has 5 GB. Only the measurement of a `gpumem.launch` has this metric, and only if at
-    least two ranks used a GPU.
+    """The largest peak of any rank in a job, divided by the smallest peak of any rank. For example, it is 1.25 if rank 0 has a
+    peak of 4 GB and rank 1 has 5 GB. Only the measurement of a `gpumem.launch`, or of all processes in a call, region or step,
+    has this metric, and only if at least two ranks used the device.
 
-    Processes with the same ``RANK`` in their environments belong to the same rank. A rank's peak is the largest
+    Processes with the same rank in their environments belong together. A rank's peak is the largest
     `peak_allocated` of its processes on any GPU, because their sum would depend on whether they run at the same time. If
     torchrun restarted the job, only the ranks of the last attempt count. A note names the ranks with the largest and the
     smallest peak, unless the metric is 1. The metric also grows if the smallest peak shrinks.

@@ -319,7 +319,8 @@ class Gpumem:
         Raises:
             JobError: The command cannot be started, ends with another exit status than 0, takes too long, lacks ranks, has a
                 process without figures, or uses no GPU.
-            TypeError: ``command`` is not a list of words, or ``timeout`` is not a number above 0.
+            TypeError: ``command`` is not a list of words, ``timeout`` is not a number above 0, or ``ranks`` is not a whole
+                number of 1 or more.
 
         Example::
 

@@ -225,6 +225,61 @@ except RuntimeError as error:
     assert printed == ["must", "True"]
 
 
+def test_an_exception_from_a_signal_handler_reaches_the_program_while_it_is_recorded(run):
+    printed = run("""
+import signal
+
+class Alarm(Exception):
+    pass
+
+def rings(*_):
+    raise Alarm
+
+signal.signal(signal.SIGALRM, rings)
+counting.start_history()
+heard = 0
+for _ in range(20):
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        while True:
+            torch.ones(2)
+    except Alarm:
+        heard += 1
+    counting.start_history()
+print(heard)
+""")
+    assert printed == ["20"]
+
+
+def test_a_thread_without_python_code_is_recorded_without_frames(run):
+    printed = run("""
+forked = torch.jit.CompilationUnit('''
+def work(x):
+    return x + 1
+
+def forked(x):
+    return torch.jit.wait(torch.jit.fork(work, x))
+''').forked
+
+x = torch.ones(1000)
+counting.start_history()
+kept = [forked(x) for _ in range(5)]
+(entries,), _ = counting.history()
+print(sum(entry["size"] == 4000 and entry["action"] == "alloc" for entry in entries))
+""")
+    assert printed == ["5"]
+
+
+def test_equal_stacks_are_a_single_list(run):
+    printed = run("""
+counting.start_history()
+kept = [torch.ones(10) for _ in range(50)]
+(entries,), _ = counting.history()
+print(len({id(entry["frames"]) for entry in entries if entry["action"] == "alloc"}))
+""")
+    assert printed == ["1"]
+
+
 def test_threads_that_wait_for_each_other_do_not_hang_while_they_are_recorded(run):
     printed = run("""
 counting.start_history()

@@ -7,8 +7,6 @@ except for memory that processes share: a block in shared memory is not counted.
 from __future__ import annotations
 
 import ctypes
-import sys
-import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,25 +17,45 @@ from pytest_gpumem.base.errors import MeasuringError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
-    from types import CodeType, FrameType
 
     from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 
 _TEST_BYTES = 4096
-_MOST_FRAMES = 64
-MOST_ENTRIES = 2**20
-"""The most entries in a history. A tensor has two."""
-_BEGIN, _EACH = ctypes.CFUNCTYPE(None), ctypes.CFUNCTYPE(None, ctypes.c_size_t)
-_PYTHON = ("PyGILState_Ensure", "PyGILState_Release", "PyErr_Fetch", "PyErr_Restore")
-"""The library calls Python by these functions of Python's stable interface."""
+MOST_ENTRIES = 2**18
+"""The most entries in a history. A tensor has two. An entry with 40 frames takes 0.7 kB."""
+_BEGIN = ctypes.CFUNCTYPE(None)
+_PYTHON = (
+    "PyGILState_Ensure",
+    "PyGILState_Release",
+    "PyErr_Fetch",
+    "PyErr_Restore",
+    "PyEval_GetFrame",
+    "PyFrame_GetBack",
+    "PyFrame_GetCode",
+    "PyFrame_GetLineNumber",
+    "Py_IncRef",
+    "Py_DecRef",
+)
+"""The library calls Python by these functions of Python's documented interface."""
 
 
 class _Block(ctypes.Structure):
     _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64))
 
 
+class _Frame(ctypes.Structure):
+    _fields_ = (("code", ctypes.py_object), ("line", ctypes.c_int64))
+
+
 class _Event(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64), ("is_allocation", ctypes.c_int64))
+    _fields_ = (
+        ("address", ctypes.c_size_t),
+        ("bytes", ctypes.c_int64),
+        ("is_allocation", ctypes.c_int64),
+        ("note", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("frames", ctypes.POINTER(_Frame)),
+    )
 
 
 class CpuStatistics:
@@ -65,15 +83,17 @@ class CpuStatistics:
         """
         try:
             self._library = ctypes.CDLL(library)
+            self._python = ctypes.PyDLL(library)
+            """The same library, called with Python's lock."""
         except OSError as error:
             raise MeasuringError(f"the counter of allocations cannot be loaded: {error}") from None
         pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
+        self._library.counter_note.argtypes = [ctypes.c_int64]
         self._begin: Any = _BEGIN()
-        self._each = _EACH(self._note_context)
-        self._notes = threading.local()
-        self._contexts: dict[int, tuple[list[tuple[CodeType, int]], str]] = {}
+        self._notes = {"": 0}
+        """The numbers that the library notes, by the texts of `note_on_allocations`."""
         torch.set_num_threads(1)
-        is_found = self._library.counter_install(*pointers)
+        is_found = self._library.counter_install((ctypes.c_void_p * len(pointers))(*pointers))
         self._library.counter_begin(None)  # a session within a measured process has forks that count for the session
         if not is_found or not self._counts():
             raise MeasuringError(
@@ -152,17 +172,15 @@ class CpuStatistics:
 
     def start_history(self) -> None:
         """Start to record each allocation with its Python frames, and each free."""
-        self._contexts.clear()
-        self._library.counter_record(self._each, MOST_ENTRIES)
+        self._python.counter_record(ctypes.c_size_t(MOST_ENTRIES))
 
     def stop_history(self) -> None:
         """Stop recording, and delete the history."""
-        self._library.counter_stop_recording()
-        self._contexts.clear()
+        self._python.counter_stop_recording()
 
     def note_on_allocations(self, text: str) -> None:
         """Let the history show a text as ``user_metadata`` at each further allocation in this thread."""
-        self._notes.text = text
+        self._library.counter_note(self._notes.setdefault(text, len(self._notes)))
 
     def frees(self) -> list[int]:
         """Return the number of frees so far."""
@@ -183,24 +201,31 @@ class CpuStatistics:
             self._library.counter_copy(events, alive, most, counts)
         if self._read()[3]:
             return f"the history has no room for more than {MOST_ENTRIES:,} entries"
+        notes = {number: text for text, number in list(self._notes.items())}
+        stacks: dict[bytes, list[dict[str, Any]]] = {}
         entries = [
-            {"action": "alloc", "addr": event.address, "size": event.bytes, **self._context_of(index)}
+            {
+                "action": "alloc",
+                "addr": event.address,
+                "size": event.bytes,
+                "frames": _frames_of(event, stacks),
+                "user_metadata": notes.get(event.note, ""),
+            }
             if event.is_allocation
             else {"action": "free_completed", "addr": event.address, "size": event.bytes}
-            for index, event in enumerate(events[: counts[0]])
+            for event in events[: counts[0]]
         ]
         return [entries], {0: {block.address: block.bytes for block in alive[: counts[1]]}}
 
-    def _note_context(self, index: int) -> None:
-        """Note the calling thread's Python frames for an allocation in the history. The library calls this."""
-        frames: list[tuple[CodeType, int]] = []
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 -- documented
-        while frame is not None and len(frames) < _MOST_FRAMES:
-            frames.append((frame.f_code, frame.f_lineno))
-            frame = frame.f_back
-        self._contexts[index] = frames, getattr(self._notes, "text", "")
 
-    def _context_of(self, index: int) -> dict[str, Any]:
-        frames, note = self._contexts.get(index, ((), ""))
-        shown = [{"filename": code.co_filename, "line": line, "name": code.co_name} for code, line in frames]
-        return {"frames": shown, "user_metadata": note}
+def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return an entry's frames in the form of torch's snapshots. Equal stacks are a single list in ``stacks``."""
+    if not event.depth:
+        return []
+    key = ctypes.string_at(event.frames, event.depth * ctypes.sizeof(_Frame))
+    if key not in stacks:
+        frames = event.frames[: event.depth]
+        stacks[key] = [
+            {"filename": frame.code.co_filename, "line": frame.line, "name": frame.code.co_name} for frame in frames
+        ]
+    return stacks[key]

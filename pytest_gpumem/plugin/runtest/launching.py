@@ -68,6 +68,8 @@ def launch(
     words = _checked(command)
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
         raise TypeError(f"gpumem.launch() needs a number of seconds above 0 as timeout, got {timeout!r}")
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise TypeError(f"gpumem.launch() needs a whole number of 1 or more as ranks, got {ranks!r}")
     lacking = run.device.lacks("processes")
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")

@@ -4,7 +4,8 @@
    puts the functions here in their place, in libc10.so's table of other libraries' functions (the global offset table). Other
    libraries keep the original functions. A freed block counts only if its allocation was counted.
 
-   A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. */
+   A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
+   running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
 #define _GNU_SOURCE
 #include <elf.h>
@@ -31,19 +32,35 @@ struct block {
     int64_t bytes;
 };
 
-/* An entry in the history. */
-struct event {
-    uintptr_t address;
-    int64_t bytes, is_allocation;
+/* A running Python function: its code object, and the line. */
+struct frame {
+    void *code;
+    int64_t line;
 };
 
-/* Functions of Python, by which a thread without Python's lock calls Python, and keeps an exception that it is raising. */
+/* An entry in the history. An allocation has the thread's note, and its Python frames, innermost first. */
+struct event {
+    uintptr_t address;
+    int64_t bytes, is_allocation, note, depth;
+    struct frame *frames;
+};
+
+/* Functions of Python, by which a thread without Python's lock calls Python, keeps an exception that it is raising, and reads
+   frames. */
 struct python {
     int (*ensure)(void);
     void (*release)(int);
     void (*fetch)(void **, void **, void **);
     void (*restore)(void *, void *, void *);
+    void *(*frame)(void);
+    void *(*outer_frame)(void *);
+    void *(*code)(void *);
+    int (*line)(void *);
+    void (*increase)(void *);
+    void (*decrease)(void *);
 };
+
+#define MOST_FRAMES 64
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *blocks;
@@ -53,13 +70,14 @@ static int64_t live, peak, allocations;
 static struct event *events;
 static size_t event_count, event_places, most_events;
 static int is_recording, is_cut; /* `is_cut`: the history had no room for an entry */
+static int64_t recording;        /* the number of recordings so far */
 
 static struct python python;
 static int may_call_python;
-static void (*at_begin)(void);      /* called after the first allocation */
-static void (*at_allocation)(size_t); /* called after an allocation in the history, with its index there */
+static void (*at_begin)(void); /* called after the first allocation */
 static int has_begun;
 static __thread int is_calling;
+static __thread int64_t current_note;
 
 static size_t place_of(uintptr_t address) {
     return (size_t)((address >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (places - 1);
@@ -129,11 +147,42 @@ static size_t note(uintptr_t address, int64_t bytes, int64_t is_allocation) {
         events = larger;
         event_places = more;
     }
-    events[event_count] = (struct event){address, bytes, is_allocation};
+    events[event_count] = (struct event){address, bytes, is_allocation, current_note, 0, NULL};
     return event_count++;
 }
 
-static void call_python(void (*begin)(void), void (*each)(size_t), size_t index) {
+/* Read the calling thread's frames into an entry of the history. A thread that runs no Python code has none. */
+static void note_frames(size_t index, int64_t in_recording) {
+    struct frame found[MOST_FRAMES], *frames;
+    int64_t depth = 0;
+    void *frame = python.frame();
+    if (frame)
+        python.increase(frame);
+    while (frame && depth < MOST_FRAMES) {
+        void *outer = python.outer_frame(frame);
+        found[depth++] = (struct frame){python.code(frame), python.line(frame)};
+        python.decrease(frame);
+        frame = outer;
+    }
+    if (frame)
+        python.decrease(frame);
+    frames = depth ? malloc((size_t)depth * sizeof *frames) : NULL;
+    pthread_mutex_lock(&lock);
+    int is_kept = frames && is_recording && recording == in_recording;
+    if (is_kept) {
+        memcpy(frames, found, (size_t)depth * sizeof *frames);
+        events[index].depth = depth;
+        events[index].frames = frames;
+    }
+    pthread_mutex_unlock(&lock);
+    if (!is_kept) {
+        free(frames);
+        while (depth)
+            python.decrease(found[--depth].code);
+    }
+}
+
+static void call_python(void (*begin)(void), size_t index, int64_t in_recording) {
     void *type, *value, *traceback;
     if (is_calling || !__atomic_load_n(&may_call_python, __ATOMIC_ACQUIRE))
         return;
@@ -142,8 +191,8 @@ static void call_python(void (*begin)(void), void (*each)(size_t), size_t index)
     python.fetch(&type, &value, &traceback);
     if (begin)
         begin();
-    if (each)
-        each(index);
+    if (index != SIZE_MAX)
+        note_frames(index, in_recording);
     python.restore(type, value, traceback);
     python.release(state);
     is_calling = 0;
@@ -162,14 +211,14 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
     }
     allocations++;
     size_t index = note((uintptr_t)*result, (int64_t)bytes, 1);
-    void (*each)(size_t) = index == SIZE_MAX ? NULL : at_allocation;
+    int64_t in_recording = recording;
     if (!has_begun && at_begin && !is_calling) {
         begin = at_begin;
         has_begun = 1;
     }
     pthread_mutex_unlock(&lock);
-    if (begin || each)
-        call_python(begin, each, index);
+    if (begin || index != SIZE_MAX)
+        call_python(begin, index, in_recording);
     return 0;
 }
 
@@ -201,9 +250,8 @@ static void in_parent(void) { pthread_mutex_unlock(&lock); }
 /* A fork counts its own allocations. Blocks of its parent are shared with the parent until somebody writes to them. */
 static void in_child(void) {
     forget();
-    event_count = 0;
+    event_count = 0; /* its frames stay allocated, because nobody may call Python here */
     is_recording = is_calling = 0;
-    at_allocation = NULL;
     pthread_mutex_unlock(&lock);
 }
 
@@ -266,15 +314,15 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *is_found)
 }
 
 /* Begin to count. Return 0 if libc10.so is not loaded. Further calls in this process and in its forks change nothing. */
-int counter_install(int (*ensure)(void), void (*release)(int), void (*fetch)(void **, void **, void **),
-                    void (*restore)(void *, void *, void *)) {
-    static int is_found;
+int counter_install(const struct python *functions) {
+    static int is_found, has_fork_functions;
     if (is_found)
         return 1;
-    python = (struct python){ensure, release, fetch, restore};
+    python = *functions;
     __atomic_store_n(&may_call_python, 1, __ATOMIC_RELEASE);
-    if (pthread_atfork(before_fork, in_parent, in_child))
+    if (!has_fork_functions && pthread_atfork(before_fork, in_parent, in_child))
         return 0;
+    has_fork_functions = 1;
     dl_iterate_phdr(in_library, &is_found);
     return is_found;
 }
@@ -307,24 +355,34 @@ void counter_restart_peak(void) {
 /* Call Python no more, because it ends. */
 void counter_stop_calls(void) { __atomic_store_n(&may_call_python, 0, __ATOMIC_RELEASE); }
 
-/* Begin a new history. `each` is called after each allocation. */
-void counter_record(void (*each)(size_t), size_t most) {
-    pthread_mutex_lock(&lock);
-    event_count = 0;
-    most_events = most;
-    is_cut = 0;
-    at_allocation = each;
-    is_recording = 1;
-    pthread_mutex_unlock(&lock);
-}
+/* Note a number at each further allocation of the calling thread. */
+void counter_note(int64_t note) { current_note = note; }
 
+/* Delete the history. The caller has Python's lock. */
 void counter_stop_recording(void) {
     pthread_mutex_lock(&lock);
+    struct event *old = events;
+    size_t count = event_count;
     is_recording = 0;
-    at_allocation = NULL;
     event_count = event_places = 0;
-    free(events);
     events = NULL;
+    pthread_mutex_unlock(&lock);
+    for (size_t index = 0; index < count; index++) {
+        while (old[index].depth)
+            python.decrease(old[index].frames[--old[index].depth].code);
+        free(old[index].frames);
+    }
+    free(old);
+}
+
+/* Begin a new history. The caller has Python's lock. */
+void counter_record(size_t most) {
+    counter_stop_recording();
+    pthread_mutex_lock(&lock);
+    most_events = most;
+    is_cut = 0;
+    recording++;
+    is_recording = 1;
     pthread_mutex_unlock(&lock);
 }
 
