@@ -316,6 +316,8 @@ def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]
     previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if previous != -1:
         signal.set_wakeup_fd(previous)
+        os.close(reading)
+        os.close(writing)
         return None
 
     if hasattr(os, "register_at_fork"):
