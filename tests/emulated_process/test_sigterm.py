@@ -138,3 +138,24 @@ def test_a_signal_to_a_fork_does_not_end_its_parent():
         [sys.executable, "-c", BEGIN + TERMINATES_A_FORK], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split("\n")[:3] == ["True", "5", "goes on"]
+
+
+IS_TOLD_OF_SIGNALS = """
+import os
+import signal
+import socket
+
+from pytest_gpumem.emulating.emulated_process.before_torch import _end_at_sigterm
+
+own, other = socket.socketpair()
+own.setblocking(False)
+signal.set_wakeup_fd(own.fileno())
+before = os.listdir("/dev/fd")
+print(_end_at_sigterm([]), os.listdir("/dev/fd") == before, signal.set_wakeup_fd(-1) == own.fileno())
+"""
+
+
+def test_a_program_that_is_told_of_signals_itself_keeps_its_files():
+    """As a program with asyncio."""
+    done = subprocess.run([sys.executable, "-c", IS_TOLD_OF_SIGNALS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["None", "True", "True"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 
 from pytest_gpumem import __version__
 from pytest_gpumem.emulating.emulated_process.usage import (
+    SEEN,
+    UNCOUNTED,
     DeviceUsage,
     InvalidReport,
     OutOfMemory,
@@ -13,9 +19,13 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     Recorded,
     RecordedBlocks,
     among_all,
+    mark_as_reporting,
+    mark_as_uncounted,
     no_kernels,
     rank_in,
     read_usages,
+    uncounted_in,
+    unmark_as_reporting,
     write_usage,
 )
 
@@ -114,3 +124,74 @@ def test_the_rank_comes_from_the_launchers_variable(environment, rank):
     found, variable = rank_in(environment)
     assert found == rank
     assert (variable in environment) == (rank is not None)
+
+
+@pytest.fixture
+def marking(tmp_path):
+    """Marks that are written into a folder. They raise nothing, whatever the folder is."""
+
+    def mark(folder):
+        mark_as_uncounted(folder, "no counter")
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0)
+        os.waitpid(pid, 0)
+        return pid
+
+    folder = tmp_path / "session"
+    folder.mkdir()
+    mark_as_reporting(folder)  # also writes the mark of each later fork
+    yield folder, mark
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+needs_linux = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="only Linux has /proc")
+
+
+@needs_linux
+def test_a_process_and_its_forks_mark_themselves_until_the_mark_is_removed(marking):
+    folder, mark = marking
+    pids = {os.getpid(), mark(folder)}
+    assert {path.name for path in folder.glob(f"*{SEEN}")} == {f"{pid}{SEEN}" for pid in pids}
+    unmark_as_reporting(folder)
+    assert not (folder / f"{os.getpid()}{SEEN}").exists()
+
+
+@needs_linux
+def test_a_mark_is_not_written_through_a_link(marking, tmp_path):
+    folder, _ = marking
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for suffix in (SEEN, UNCOUNTED):
+        (folder / f"{os.getpid()}{suffix}").unlink(missing_ok=True)
+        (folder / f"{os.getpid()}{suffix}").symlink_to(victim)
+    mark_as_reporting(folder)
+    mark_as_uncounted(folder, "no counter")
+    assert victim.read_text() == "mine"
+
+
+@needs_linux
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "other user"])
+def test_nothing_is_written_or_removed_in_a_folder_that_is_not_ours(marking, tmp_path, monkeypatch, is_link):
+    folder, mark = marking
+    shutil.rmtree(folder)
+    target = tmp_path / "target" if is_link else folder
+    target.mkdir()
+    if is_link:
+        folder.symlink_to(target)
+    else:
+        monkeypatch.setattr("os.getuid", lambda: target.stat().st_uid + 1)
+    (target / f"{os.getpid()}{SEEN}").write_text("mine")
+    mark(folder)
+    unmark_as_reporting(folder)
+    mark_as_reporting(folder)
+    assert [(path.name, path.read_text()) for path in target.iterdir()] == [(f"{os.getpid()}{SEEN}", "mine")]
+    if is_link:
+        folder.unlink()
+
+
+@needs_linux
+def test_the_mark_of_a_command_that_is_not_utf_8_can_be_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["python", "caf\udce9.py"])
+    mark_as_uncounted(tmp_path, "no counter")
+    assert uncounted_in(tmp_path / f"{os.getpid()}{UNCOUNTED}") == ("python 'caf\\udce9.py'", "no counter")

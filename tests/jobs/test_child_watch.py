@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from pytest_gpumem.measuring.jobs import child_watch
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows
 from tests.jobs.mapped import maps_torch
 
@@ -141,3 +142,91 @@ print(threading.active_count())
 def test_the_thread_pauses_while_the_process_forks():
     done = subprocess.run([sys.executable, "-c", WITH_A_FORK], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2", "1", "2", "1"]
+
+
+FORKS_IN_THREADS = """
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+
+most = 0
+
+
+def watching():
+    return [thread.name for thread in threading.enumerate()].count("gpumem-watch")
+
+
+def fork(_):
+    global most
+    pid = os.fork()
+    if pid == 0:
+        inner = os.fork()  # a fork of the fork has no watch either
+        if inner == 0:
+            os._exit(watching())
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(inner, 0)[1]) + watching())
+    most = max(most, watching())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+with ChildWatch(Path(), ()):
+    with ThreadPoolExecutor(4) as pool:
+        codes = set(pool.map(fork, range(64)))
+    print(codes, most <= 1, watching())
+print(watching())
+"""
+
+
+def test_several_threads_may_fork_at_the_same_time():
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKS_IN_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert (done.stdout.splitlines(), done.stderr) == (["{0} True 1", "0"], "")
+
+
+LEAVES_THE_CONTEXT = """
+import os
+import sys
+from pathlib import Path
+
+from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+
+with ChildWatch(Path(), ()):
+    pid = os.fork()
+    if pid == 0:
+        sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_fork_that_leaves_the_context_ends_with_its_own_code():
+    done = subprocess.run([sys.executable, "-c", LEAVES_THE_CONTEXT], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("7\n", "")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_look_that_is_stuck_delays_forks_and_the_end_only_once(monkeypatch, tmp_path):
+    is_stuck, goes_on = threading.Event(), threading.Event()
+
+    def look(_):
+        is_stuck.set()
+        goes_on.wait()
+
+    monkeypatch.setattr(child_watch, "_MOST_SECONDS", 0.2)
+    monkeypatch.setattr(child_watch.ChildWatch, "_look", look)
+    watch = child_watch.ChildWatch(tmp_path, ())
+    begin = time.monotonic()
+    try:
+        with watch:
+            assert is_stuck.wait(10)
+            for _ in range(30):
+                pid = os.fork()
+                if pid == 0:
+                    os._exit(0)
+                os.waitpid(pid, 0)
+        assert watch.unseen() == ()
+        assert time.monotonic() - begin < 4  # 30 waits would take 6 s
+    finally:
+        goes_on.set()

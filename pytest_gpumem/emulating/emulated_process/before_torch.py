@@ -203,10 +203,10 @@ def record_if_told_to(
         try:
             record(source)
         except Exception:  # noqa: BLE001 -- an error here must not fail the program's first use of the device
-            (Path(folder) / f"{os.getpid()}{SEEN}").unlink(missing_ok=True)
+            unmark_as_reporting(Path(folder))
 
     if seconds:
-        from pytest_gpumem.emulating.emulated_process.usage import SEEN, mark_as_reporting
+        from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting, unmark_as_reporting
 
         mark_as_reporting(Path(folder))
         # A process without CUDA, or without tensors on the CPU, does not load the recorder.
@@ -316,6 +316,8 @@ def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]
     previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if previous != -1:
         signal.set_wakeup_fd(previous)
+        os.close(reading)
+        os.close(writing)
         return None
 
     if hasattr(os, "register_at_fork"):

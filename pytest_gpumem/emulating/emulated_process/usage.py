@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shlex
 import stat
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from pytest_gpumem import __version__
 from pytest_gpumem.base.atomic_file import write_atomically
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 MOST_BYTES = 256 * 2**20
@@ -216,10 +217,44 @@ class ProcessUsage:
 def is_own(folder: Path) -> bool:
     """Return whether a folder exists and belongs to this user. After the session's end, somebody may make another."""
     try:
-        status = folder.stat()
+        return _is_own(folder.lstat())
     except OSError:
         return False
+
+
+def _is_own(status: os.stat_result) -> bool:
     return stat.S_ISDIR(status.st_mode) and (not hasattr(os, "getuid") or status.st_uid == os.getuid())
+
+
+@contextmanager
+def _opened_if_own(folder: Path) -> Iterator[int]:
+    """Open a folder of this user, for calls with ``dir_fd``. Another folder with this name then changes nothing.
+
+    Raises:
+        OSError: The folder does not exist, is a link or belongs to another user, or this system has no ``dir_fd``.
+    """
+    if os.open not in os.supports_dir_fd:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if not _is_own(os.fstat(descriptor)):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(folder))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _write_mark(folder: Path, suffix: str, content: bytes) -> None:
+    """Write this process's file with the suffix into a folder of this user, and follow no link.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with _opened_if_own(folder) as directory:
+        descriptor = os.open(f"{os.getpid()}{suffix}", flags, mode=0o600, dir_fd=directory)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
 
 
 def mark_as_reporting(folder: Path) -> None:
@@ -230,17 +265,24 @@ def mark_as_reporting(folder: Path) -> None:
         with suppress(OSError):
             own = Path("/proc/self")
             mark = (own / "cmdline").read_bytes() + b"\n" + stack_start((own / "stat").read_bytes())
-            (folder / f"{os.getpid()}{SEEN}").write_bytes(mark)
+            _write_mark(folder, SEEN, mark)
 
     mark()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=mark)
 
 
+def unmark_as_reporting(folder: Path) -> None:
+    """Remove the file from `mark_as_reporting`, because this process cannot report."""
+    with suppress(OSError), _opened_if_own(folder) as directory:
+        os.unlink(f"{os.getpid()}{SEEN}", dir_fd=directory)
+
+
 def mark_as_uncounted(folder: Path, reason: str) -> None:
     """Write the reason why this process cannot count its memory on the CPU into a file in the folder."""
     with suppress(OSError):
-        (folder / f"{os.getpid()}{UNCOUNTED}").write_text(f"{shlex.join(sys.orig_argv)}\n{reason}", encoding="utf-8")
+        text = f"{shlex.join(sys.orig_argv)}\n{reason}"
+        _write_mark(folder, UNCOUNTED, text.encode(errors="backslashreplace"))
 
 
 def uncounted_in(path: Path) -> tuple[str, str]:
