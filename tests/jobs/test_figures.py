@@ -67,6 +67,21 @@ def test_a_long_number_in_a_name_is_no_part_of_it(given, name):
     assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
 
 
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("worker rank 0 of 2", "worker rank 0/2"),
+        ("worker rank 0 of", "worker rank 0/"),
+        ("worker on cuda:1", "worker (cuda:1)"),
+        ("worker \udce9", "worker \\udce9"),
+        ("w" * 101, "w" * 100 + "..."),
+    ],
+)
+def test_a_name_that_the_store_cannot_keep_is_changed(given, name):
+    assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+    assert process_names([process(1, given)]) == [name]
+
+
 def test_programs_that_differ_by_a_number_are_different():
     assert process_names([process(1, "train_256.py"), process(2, "train_512.py")]) == ["train_256.py", "train_512.py"]
 

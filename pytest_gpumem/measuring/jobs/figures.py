@@ -25,6 +25,10 @@ _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 """`multiprocessing` starts an interpreter with code that begins so."""
 _LONG_NUMBER = re.compile(r"\d{3,}")
+_OF_RANKS = re.compile(r"( rank \d+) of( |$)")
+_ON_GPU = re.compile(r" on (\w+:\d+)$")
+_MOST_CHARACTERS = 100
+"""The most characters of a process's own name."""
 ALL = "all processes"
 """The name for the sum over a test's own process and its other processes."""
 PROCESS, PROCESSES = "process", "processes"
@@ -294,7 +298,8 @@ def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
     name becomes ``N``, because it may be a pid, which differs between two runs. Arguments may differ as well, so names have
-    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``.
+    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``. A name that the store cannot keep is
+    changed.
 
     Example: ``["serve.py", "serve.py 2", "train.py rank 0", "train.py rank 1"]``.
 
@@ -305,12 +310,22 @@ def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str
     names: list[str] = []
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
-        name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
+        name = _storable(_LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command))
         name = name if process.rank is None else f"{name} rank {process.rank}"
         name = name if not process.restart else f"{name} restart {process.restart}"
         numbered = (name if number == 1 else f"{name} {number}" for number in count(1))
         names.append(next(candidate for candidate in numbered if candidate not in (*reserved, *names)))
     return names
+
+
+def _storable(name: str) -> str:
+    """Return a process's name as a part of a measurement's name, which names neither a rank nor a GPU and fits into a file.
+
+    Example: ``worker rank 0/2`` for ``worker rank 0 of 2``, and ``worker (cuda:1)`` for ``worker on cuda:1``.
+    """
+    name = name.encode(errors="backslashreplace").decode()
+    name = _ON_GPU.sub(r" (\1)", _OF_RANKS.sub(r"\1/", name))
+    return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..."
 
 
 def program_name(command: Sequence[str]) -> str:
