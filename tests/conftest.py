@@ -97,6 +97,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     device.close()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the forkserver before the suite's own session measures, which would call it a process that does not report."""
+    measured = [
+        item for item in items if "gpumem" in getattr(item, "fixturenames", ()) or item.get_closest_marker("gpumem")
+    ]
+    if measured and len(measured) < len(items):
+        preloaded.begin()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_job_of_a_ci() -> Iterator[None]:
     """Runs within a test are no jobs of the CI that runs the suite.

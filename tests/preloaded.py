@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import functools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pkgutil
 import runpy
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -27,7 +29,7 @@ import pytest
 import pytest_gpumem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Those of CUDA are read when it is first used, which the forkserver does not.
@@ -81,12 +83,19 @@ def begin_with(environment: Mapping[str, str]) -> None:
 
 
 @functools.cache
-def load() -> list[str]:
-    """Start the forkserver, once, and return the path of modules that an interpreter has here without ``PYTHONPATH``."""
+def begin() -> None:
+    """Start the forkserver, once, and do not wait until it has imported everything."""
     package = [module.name for module in pkgutil.walk_packages(pytest_gpumem.__path__, "pytest_gpumem.")]
     _CONTEXT.set_forkserver_preload([*_PRELOADED, *package, *_more])
-    with mock.patch.dict(os.environ, _environment, clear=True), pytest.MonkeyPatch.context() as patch:
-        patch.chdir(Path(__file__).parents[1])  # where it stays, and not in a test's folder
+    with _as_the_suite():
+        multiprocessing.forkserver.ensure_running()
+
+
+@functools.cache
+def load() -> list[str]:
+    """Start the forkserver, and return the path of modules that an interpreter has here without ``PYTHONPATH``."""
+    begin()
+    with _as_the_suite():
         first = _CONTEXT.Process(target=int)
         first.start()
         first.join()
@@ -94,6 +103,13 @@ def load() -> list[str]:
         code = "import sys; print(*sys.path[1:], sep='\\n')"
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout.splitlines()
+
+
+@contextmanager
+def _as_the_suite() -> Iterator[None]:
+    with mock.patch.dict(os.environ, _environment, clear=True), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(Path(__file__).parents[1])  # where the forkserver stays, and not in a test's folder
+        yield
 
 
 class Process:

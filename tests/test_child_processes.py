@@ -250,7 +250,7 @@ from pytest_gpumem.measuring.jobs.figures import OwnPeak, job_figures
 from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
 
 SERVER = ProcessUsage(
-    1, None, (DeviceUsage(0, 9000, 9000, 0, 9000, 50, 50, 1),), process=ProcessIdentity(5, 1, 5, ("python", "serve.py")), window=1
+    1, None, (DeviceUsage(0, 9000, 9000, 0, 9000, 50, 50, 1),), process=ProcessIdentity(5, 5, ("python", "serve.py")), window=1
 )
 
 

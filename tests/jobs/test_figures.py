@@ -44,9 +44,20 @@ def process(pid: int, script: str = "train.py", rank: int | None = None, started
     return ProcessIdentity(pid, started, ("python", script), rank=rank)
 
 
+def names_of(processes):
+    return [each.name for each in process_names(processes)]
+
+
+def test_only_a_number_that_was_given_here_is_no_part_of_the_program():
+    given = [ProcessIdentity(pid, command=("python", "-c", SPAWNED), name=f"stage {pid}") for pid in (1, 2)]
+    assert [name.program for name in process_names([*given, process(3), process(4), process(5, rank=0)])] == [
+        *("stage 1", "stage 2", "train.py", "train.py", "train.py rank 0")
+    ]
+
+
 def test_equal_programs_have_their_rank_or_a_number():
     processes = [process(1, "serve.py"), process(2), process(3, "serve.py"), process(4, rank=0), process(5, rank=1)]
-    assert process_names(processes) == ["serve.py", "train.py", "serve.py 2", "train.py rank 0", "train.py rank 1"]
+    assert names_of(processes) == ["serve.py", "train.py", "serve.py 2", "train.py rank 0", "train.py rank 1"]
 
 
 @pytest.mark.parametrize(
@@ -59,21 +70,36 @@ def test_equal_programs_have_their_rank_or_a_number():
     ],
 )
 def test_a_name_that_the_program_gave_to_a_process_is_its_name(given, name):
-    assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+    assert names_of([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
 
 
 @pytest.mark.parametrize(("given", "name"), [("worker-6223", "worker-N"), ("gpu-12", "gpu-12")])
 def test_a_long_number_in_a_name_is_no_part_of_it(given, name):
-    assert process_names([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+    assert names_of([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("worker rank 0 of 2", "worker rank 0/2"),
+        ("worker rank 0 of", "worker rank 0/"),
+        ("worker on cuda:1", "worker (cuda:1)"),
+        ("worker \udce9", "worker \\udce9"),
+        ("w" * 101, "w" * 100 + "..."),
+    ],
+)
+def test_a_name_that_the_store_cannot_keep_is_changed(given, name):
+    assert names_of([ProcessIdentity(1, command=("python", "-c", SPAWNED), name=given)]) == [name]
+    assert names_of([process(1, given)]) == [name]
 
 
 def test_programs_that_differ_by_a_number_are_different():
-    assert process_names([process(1, "train_256.py"), process(2, "train_512.py")]) == ["train_256.py", "train_512.py"]
+    assert names_of([process(1, "train_256.py"), process(2, "train_512.py")]) == ["train_256.py", "train_512.py"]
 
 
 def test_ranks_that_torchrun_started_again_are_other_processes():
     processes = [ProcessIdentity(pid, command=("python", "t.py"), rank=0, restart=pid) for pid in range(2)]
-    assert process_names(processes) == ["t.py rank 0", "t.py rank 0 restart 1"]
+    assert names_of(processes) == ["t.py rank 0", "t.py rank 0 restart 1"]
 
 
 def usage(

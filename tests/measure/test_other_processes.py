@@ -57,7 +57,7 @@ def child(pid: int, peak: int, script: str = "job.py"):
 
 
 def _identity(pid: int, script: str) -> ProcessIdentity:
-    return ProcessIdentity(pid, 1, pid, ("python", script))
+    return ProcessIdentity(pid, pid, ("python", script))
 
 
 def beside(*steps, own=OWN):

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
-_NUMBER = re.compile(r"(?<! rank)(?<! restart) \d+$")
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def counterparts(
-    names: Sequence[str], candidates: Collection[str], is_same: Callable[[str, str], bool]
+    names: Sequence[str], candidates: Mapping[str, str], is_same: Callable[[str, str], bool]
 ) -> dict[str, str]:
     """Return each process's name in another run. A process without a counterpart is left out.
 
     Processes running the same program are numbered by their start, so ``serve.py`` and ``serve.py 2`` may change places if a
     pool deals tasks by chance. Their figures show who is who. A process without equal figures in the other run keeps its name,
-    if this name is free.
+    if this name is free. A process whose name is not in the other run has no counterpart.
 
     Example:
         ``{"serve.py": "serve.py 2", "serve.py 2": "serve.py"}`` if ``serve.py`` has a peak of 5 GB in this run and 9 GB in the
@@ -27,7 +24,7 @@ def counterparts(
 
     Args:
         names: The processes in this run.
-        candidates: The processes in the other run.
+        candidates: The processes in the other run, each with its program (`ProcessName.program`).
         is_same: Returns whether a process in this run has the same figures as a process in the other run.
     """
     matches = {name: name for name in names if name in candidates and is_same(name, name)}
@@ -42,7 +39,7 @@ def counterparts(
     return matches
 
 
-def new_names(names: Sequence[str], is_same: Callable[[str, str], bool]) -> dict[str, str]:
+def new_names(programs: Mapping[str, str], is_same: Callable[[str, str], bool]) -> dict[str, str]:
     """Return a name for each process, so that as many processes as possible have the figures in their name's baseline.
 
     Example:
@@ -50,23 +47,19 @@ def new_names(names: Sequence[str], is_same: Callable[[str, str], bool]) -> dict
         names. So a single process has grown, by 1 GB.
 
     Args:
-        names: The processes.
+        programs: The processes, each with its program (`ProcessName.program`).
         is_same: Returns whether a process has the same figures as a name's baseline.
     """
-    programs = Counter(map(_program, names))
-    siblings = [name for name in names if programs[_program(name)] > 1]
-    matches = counterparts(siblings, siblings, is_same)
+    times = Counter(programs.values())
+    siblings = {name: program for name, program in programs.items() if times[program] > 1}
+    matches = counterparts(list(siblings), siblings, is_same)
     for name in siblings:
         if name not in matches:
             matches[name] = next(_free(name, siblings, matches))
-    return {name: matches.get(name, name) for name in names}
+    return {name: matches.get(name, name) for name in programs}
 
 
-def _free(name: str, candidates: Collection[str], matches: Mapping[str, str]) -> Iterator[str]:
+def _free(name: str, candidates: Mapping[str, str], matches: Mapping[str, str]) -> Iterator[str]:
     """Return the candidates that run the same program and are nobody's counterpart."""
-    return (other for other in candidates if _program(other) == _program(name) and other not in matches.values())
-
-
-def _program(name: str) -> str:
-    """Return a process's name without its number: ``serve.py`` for ``serve.py 2``."""
-    return _NUMBER.sub("", name)
+    program = candidates.get(name)
+    return (other for other in candidates if candidates[other] == program and other not in matches.values())

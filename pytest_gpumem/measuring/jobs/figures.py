@@ -25,6 +25,10 @@ _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
 """`multiprocessing` starts an interpreter with code that begins so."""
 _LONG_NUMBER = re.compile(r"\d{3,}")
+_OF_RANKS = re.compile(r"( rank \d+) of( |$)")
+_ON_GPU = re.compile(r" on (\w+:\d+)$")
+_MOST_CHARACTERS = 100
+"""The most characters of a process's own name."""
 ALL = "all processes"
 """The name for the sum over a test's own process and its other processes."""
 PROCESS, PROCESSES = "process", "processes"
@@ -45,6 +49,16 @@ class Live(NamedTuple):
     """True if the process began in between."""
 
 
+class ProcessName(NamedTuple):
+    """A process's name in its job."""
+
+    name: str
+    """The distinct name: ``serve.py 2``."""
+    program: str
+    """The name without the number among equal names: ``serve.py``. A program may have given the process a name that ends with
+    a number, ``stage 2``, which stays."""
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """The names of processes and GPUs. They stay from a step to the next step, which may have further processes.
@@ -54,7 +68,7 @@ class Names:
         the new process is ``job.py`` and not ``job.py 2``.
     """
 
-    processes: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    processes: Mapping[tuple[int, int], ProcessName] = field(default_factory=dict)
     """Names by pid and begin (`ProcessUsage.began`)."""
     gpus: Mapping[int, str] = field(default_factory=dict)
     """The GPUs' names in the test's process, by the index in the machine: ``{2: "cuda:0"}``."""
@@ -79,6 +93,8 @@ class ProcessFigures:
     number is negative if the process has freed bytes since then."""
     live: Mapping[str, Live] = field(default_factory=dict)
     """The process's tensors on each GPU."""
+    program: str = ""
+    """`ProcessName.program`."""
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
@@ -157,7 +173,7 @@ def job_figures(
     gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
     processes = tuple(
         ProcessFigures(
-            name,
+            name.name,
             {gpus[device.device]: _metrics(usage, device) for device in usage.devices},
             _notes(usage),
             usage.process.pid,
@@ -165,6 +181,7 @@ def job_figures(
             usage.unrecorded,
             _gained(usage, gpus),
             {gpus[device.device]: _live(usage, device) for device in usage.devices},
+            name.program,
         )
         for name, usage in zip(names, used, strict=True)
     )
@@ -189,7 +206,7 @@ def job_figures(
                 f"{gpu_name}: the sum of {most} processes' peaks, an upper bound, because the peaks may be at different times"
             )
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
-    ratio, imbalance_notes = imbalance(used, names)
+    ratio, imbalance_notes = imbalance(used, [name.name for name in names])
     kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)
     largest_gain = max(gained, key=abs, default=0)
     return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names)
@@ -200,12 +217,12 @@ def _key(usage: ProcessUsage) -> tuple[int, int]:
 
 
 def _names_of(
-    used: Sequence[ProcessUsage], earlier: Mapping[tuple[int, int], str], reserved: Sequence[str]
-) -> list[str]:
+    used: Sequence[ProcessUsage], earlier: Mapping[tuple[int, int], ProcessName], reserved: Sequence[str]
+) -> list[ProcessName]:
     """Return a name for each process. Processes with an earlier name keep it, and new processes get free names."""
     kept = [earlier.get(_key(usage)) for usage in used]
     new = [usage.process for usage, name in zip(used, kept, strict=True) if name is None]
-    new_names = iter(process_names(new, reserved=(*reserved, *filter(None, kept))))
+    new_names = iter(process_names(new, reserved=(*reserved, *(name.name for name in kept if name is not None))))
     return [name or next(new_names) for name in kept]
 
 
@@ -289,28 +306,41 @@ def _place(usage: ProcessUsage) -> tuple[int, ...]:
     return (process.restart, -1 if process.rank is None else process.rank, process.started, process.pid, usage.began)
 
 
-def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str] = ()) -> list[str]:
+def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str] = ()) -> list[ProcessName]:
     """Return a distinct name for each process in a job: its program, with its rank or its number among equal programs.
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
     name becomes ``N``, because it may be a pid, which differs between two runs. Arguments may differ as well, so names have
-    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``.
+    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``. A name that the store cannot keep is
+    changed.
 
-    Example: ``["serve.py", "serve.py 2", "train.py rank 0", "train.py rank 1"]``.
+    Example: The names are ``serve.py``, ``serve.py 2``, ``train.py rank 0`` and ``train.py rank 1``. Both servers have
+    the program ``serve.py``.
 
     Args:
         processes: The processes, ordered by start.
         reserved: Names for other figures and processes. A process with such a name gets a number.
     """
-    names: list[str] = []
+    names: list[ProcessName] = []
     for process in processes:
         is_named = process.name and not _DEFAULT_NAME.fullmatch(process.name)
-        name = _LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command)
+        name = _storable(_LONG_NUMBER.sub("N", process.name) if is_named else program_name(process.command))
         name = name if process.rank is None else f"{name} rank {process.rank}"
         name = name if not process.restart else f"{name} restart {process.restart}"
         numbered = (name if number == 1 else f"{name} {number}" for number in count(1))
-        names.append(next(candidate for candidate in numbered if candidate not in (*reserved, *names)))
+        taken = {*reserved, *(earlier.name for earlier in names)}
+        names.append(ProcessName(next(candidate for candidate in numbered if candidate not in taken), name))
     return names
+
+
+def _storable(name: str) -> str:
+    """Return a process's name as a part of a measurement's name, which names neither a rank nor a GPU and fits into a file.
+
+    Example: ``worker rank 0/2`` for ``worker rank 0 of 2``, and ``worker (cuda:1)`` for ``worker on cuda:1``.
+    """
+    name = name.encode(errors="backslashreplace").decode()
+    name = _ON_GPU.sub(r" (\1)", _OF_RANKS.sub(r"\1/", name))
+    return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}..."
 
 
 def program_name(command: Sequence[str]) -> str:

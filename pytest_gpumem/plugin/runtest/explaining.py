@@ -219,6 +219,7 @@ class Explainer:
     def explain_processes(
         self,
         judged: Sequence[JudgedMeasurement],
+        names: Sequence[str],
         run_again: Callable[[], Sequence[ProcessFigures]],
         *,
         explain: bool | None = None,
@@ -227,7 +228,8 @@ class Explainer:
         `ExplainPolicy` asks for an explanation.
 
         Args:
-            judged: The measurement of each process. Its name ends with the process's name.
+            judged: The measurement of each process.
+            names: The name of each process.
             run_again: Runs the code, and returns the figures of its processes with the recorded blocks.
             explain: Whether to explain the peaks; ``None`` if the verdicts and the settings decide.
 
@@ -245,9 +247,9 @@ class Explainer:
         except RAISED_BY_A_STEP as error:
             note = f"{NOT_EXPLAINED}: " + f"{type(error).__name__}: {error}".partition("\n")[0]
             return [result.with_notes([note]) for result in judged]
-        names = [result.measurement.name.rpartition(": ")[2] for result in judged]
         peaks = {name: result.measurement.peak_allocated for name, result in zip(names, judged, strict=True)}
-        again = counterparts(names, processes, lambda name, other: peaks[name] == processes[other].peak_allocated)
+        programs = {name: process.program for name, process in processes.items()}
+        again = counterparts(names, programs, lambda name, other: peaks[name] == processes[other].peak_allocated)
         return [
             self._explain_process(result, processes.get(again.get(name, "")), explain)
             for name, result in zip(names, judged, strict=True)

@@ -97,6 +97,7 @@ def launch(
     figures = run.with_names_by_baseline(figures, judged_job.measurement.name)
     of_processes = run.explainer.explain_processes(
         run.judge_processes(figures.processes, judged_job.measurement.name),
+        [process.name for process in figures.processes],
         lambda: run_once(record=True)[1].processes,
         explain=explain,
     )

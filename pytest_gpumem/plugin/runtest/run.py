@@ -377,7 +377,7 @@ class TestRun:
         def is_same(process: str, other: str) -> bool:
             return self._judge_process(processes[process], other, name).verdict.outcome is Outcome.OK
 
-        names = new_names(list(processes), is_same)
+        names = new_names({name: process.program for name, process in processes.items()}, is_same)
         ordered = sorted(names, key=lambda process: list(processes).index(names[process]))
         return replace(job, processes=tuple(replace(processes[process], name=names[process]) for process in ordered))
 
@@ -474,7 +474,7 @@ class TestRun:
             return judged
         growing = {each for each in names if any(step.processes[each].figures.growth.values())}
         run_again = partial(self._recorded_step, prepared.run_again, growing)
-        return self.explainer.explain_processes(judged, run_again, explain=explain)
+        return self.explainer.explain_processes(judged, names, run_again, explain=explain)
 
     def growth_elsewhere(self) -> GrowthElsewhere:
         """Return the other processes for `assert_no_growth`. Several ranks do not look for the kept tensors."""
@@ -655,9 +655,12 @@ class TestRun:
             self.judged[0] = self.explainer.explain_once(self.judged[0], self._call_subject, retained=retained)
         at = [index for index, judged in enumerate(self.judged) if judged.measurement.workload.step == PROCESS]
         if not self.measures_itself and at:
-            explained = self.explainer.explain_processes([self.judged[index] for index in at], self._recorded_processes)
-            for index, judged in zip(at, explained, strict=True):
-                self.judged[index] = judged
+            judged = [self.judged[index] for index in at]
+            # A call's name has no colon, but a process's name may have one.
+            names = [result.measurement.name.partition(": ")[2] for result in judged]
+            explained = self.explainer.explain_processes(judged, names, self._recorded_processes)
+            for index, result in zip(at, explained, strict=True):
+                self.judged[index] = result
 
     def _recorded_processes(self) -> Sequence[ProcessFigures]:
         """Run the test's call again while its processes record their allocations."""
