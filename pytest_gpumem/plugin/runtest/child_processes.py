@@ -76,7 +76,7 @@ class SessionProcesses:
 def figures_of_processes(
     window: WindowUsage, device: Device, own_peaks: Mapping[str, int], earlier: Names | None = None
 ) -> JobFigures:
-    """Return the figures of all processes in a window. They are empty if no process used the device.
+    """Return all processes' figures in a window. They are empty if no process used the device.
 
     Args:
         window: The processes in the test's call, region or step.
