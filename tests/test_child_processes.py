@@ -219,6 +219,29 @@ def test_it():
     assert peaks == {"fork": 4000, "fork 2": 8000, "all processes": 8000}
 
 
+def test_processes_with_any_name_have_baselines(project):
+    project.write("""
+import multiprocessing
+
+
+def work():
+    torch.ones(1000)
+
+
+@pytest.mark.gpumem
+def test_it():
+    for name in ("worker rank 0 of 2", "worker \\udce9", "w" * 300):
+        child = multiprocessing.get_context("fork").Process(target=work, name=name)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+""")
+    names = ("worker rank 0/2", r"worker \udce9", "w" * 100 + "...")
+    for option in ("--gpumem-update=new", "--gpumem-baseline"):
+        figures = project.figures(option, separate=True)["test_it"]
+        assert [figures[f"call: {name}.peak_allocated"] for name in names] == [4000] * 3
+
+
 STEP = """
 def test_step(gpumem):
     kept = []
