@@ -202,8 +202,11 @@ def record_if_told_to(
     def record_or_be_unseen(source: Statistics | None = None) -> None:
         try:
             record(source)
-        except Exception:  # noqa: BLE001 -- an error here must not fail the program's first use of the device
+        except BaseException as error:
             unmark_as_reporting(Path(folder))
+            # An error here must not fail the program's first use of the device. A signal handler of the program may raise others.
+            if not isinstance(error, Exception):
+                raise
 
     if seconds:
         from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting, unmark_as_reporting

@@ -64,7 +64,7 @@ class SessionProcesses:
         return self._windows.window(record=record)
 
     def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
-        """End a step, which is a part of a window, and return the figures of all processes as `figures_of_processes` does.
+        """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.
 
         If there are no other processes, return ``None``.
         """
@@ -101,7 +101,7 @@ def figures_of_processes(
 
 
 def _in_machine(index: int | None, visible: str | None) -> int:
-    """Return a device's index among all devices of the machine. The CPU has none."""
+    """Return a device's index among the machine's devices. The CPU has none."""
     return 0 if index is None else among_all(index, visible)
 
 
