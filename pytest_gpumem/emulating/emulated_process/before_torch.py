@@ -204,7 +204,7 @@ def record_if_told_to(
             record(source)
         except BaseException as error:
             unmark_as_reporting(Path(folder))
-            # An error here must not fail the program's first use of the device. A signal handler of the program may raise others.
+            # An error here must not fail the program's first use of the device. Its signal handlers may raise others.
             if not isinstance(error, Exception):
                 raise
 
