@@ -108,7 +108,7 @@ def work(connection):
 def connection():
     context = multiprocessing.get_context("spawn")
     own, other = context.Pipe()
-    worker = context.Process(target=work, args=(other,), name="worker")
+    worker = context.Process(target=work, args=(other,), name="worker: 1")
     worker.start()
     yield own
     own.send(None)

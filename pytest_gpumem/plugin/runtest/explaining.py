@@ -228,8 +228,8 @@ class Explainer:
         `ExplainPolicy` asks for an explanation.
 
         Args:
-            judged: The measurement of each process.
-            names: The name of each process.
+            judged: Each process's measurement.
+            names: Each process's name.
             run_again: Runs the code, and returns the figures of its processes with the recorded blocks.
             explain: Whether to explain the peaks; ``None`` if the verdicts and the settings decide.
 
