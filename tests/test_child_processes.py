@@ -278,7 +278,7 @@ SERVER = ProcessUsage(
 
 
 def end_step(self, device, own_peaks, earlier):
-    return job_figures([SERVER], "cuda", {0: OwnPeak("cpu", own_peaks["cpu"])}, earlier)
+    return job_figures([SERVER], own={0: OwnPeak("cpu", own_peaks["cpu"])}, earlier=earlier)
 
 
 SessionProcesses.end_step = end_step

@@ -66,5 +66,5 @@ def test_a_leak_of_one_rank_is_told_and_all_ranks_run_as_many_steps_for_that(pro
     assert "loop rank 1 of 2: Memory regressed: growth per step 65.54 kB" in red.output, red.output
     rows = [line.split() for line in red.output.splitlines() if "train.py:12" in line and "zeros" in line]
     assert rows, red.output
-    assert "kept in: __main__.kept[...]" in red.output
+    assert "kept in: train.kept[...]" in red.output
     assert red.left == ()

@@ -143,7 +143,7 @@ class JobFigures:
 
 def job_figures(
     usages: Iterable[ProcessUsage],
-    gpu: str = "cuda",
+    name: str = "cuda:{}",
     own: Mapping[int, OwnPeak] | None = None,
     earlier: Names | None = None,
 ) -> JobFigures:
@@ -156,7 +156,7 @@ def job_figures(
 
     Args:
         usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
-        gpu: The device's type in torch. ``"cuda"`` gives the names ``cuda:0`` and ``cuda:1``, and ``"cpu"`` the name ``cpu``.
+        name: The devices' name in torch, with ``{}`` for the index: ``"cuda:{}"`` or ``"cpu"``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
         earlier: The names in the step before. A process with such a name counts even if it did not allocate.
     """
@@ -168,8 +168,8 @@ def job_figures(
     names = _names_of(used, earlier.processes, (ALL,) if own else ())
     gpus = {**earlier.gpus, **{number: peak.gpu for number, peak in own.items()}}
     further_gpus = sorted({device.device for usage in used for device in usage.devices}.difference(gpus))
-    all_names = (f"{gpu}:{index}" for index in count()) if gpu == "cuda" else iter((gpu,))
-    free_names = (name for name in all_names if name not in gpus.values())
+    all_names = (name.format(index) for index in range(len(gpus) + len(further_gpus)))
+    free_names = (free for free in all_names if free not in gpus.values())
     gpus = {**gpus, **dict(zip(further_gpus, free_names, strict=False))}
     processes = tuple(
         ProcessFigures(

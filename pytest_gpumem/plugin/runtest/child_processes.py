@@ -97,7 +97,13 @@ def figures_of_processes(
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
     usages = without_rank_in(os.environ, window.usages)
-    return job_figures(usages, device.torch_device.type, own, earlier)
+    return job_figures(usages, name_of_devices(device), own, earlier)
+
+
+def name_of_devices(device: Device) -> str:
+    """Return the name of devices in torch, with ``{}`` for the index: ``"cuda:{}"``, or ``"cpu"``."""
+    torch_device = device.torch_device
+    return torch_device.type if torch_device.index is None else f"{torch_device.type}:{{}}"
 
 
 def _in_machine(index: int | None, visible: str | None) -> int:
@@ -133,12 +139,13 @@ def check_processes(window: WindowUsage, device: Device) -> None:
         )
     for usage in window.killed:
         raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; end it by terminate() and not by kill()")
-    for usage in filter(is_active, window.usages):
+    active = tuple(filter(is_active, window.usages))
+    for usage in active:
         if usage.without_statistics:
             raise MeasuringError(
                 f"`{command_text(usage)}` replaced torch's allocator by one without statistics, so its memory is not known"
             )
-    invalid = invalid_figures(filter(is_active, window.usages))
+    invalid = invalid_figures(active) if active else None
     if invalid is not None:
         raise MeasuringError(invalid)
 

@@ -13,7 +13,7 @@ from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
 from pytest_gpumem.measuring.jobs.run import failure, run_job
-from pytest_gpumem.plugin.runtest.child_processes import without_rank_in
+from pytest_gpumem.plugin.runtest.child_processes import name_of_devices, without_rank_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -87,7 +87,7 @@ def launch(
         # A job may set RANK for itself, and to the test's own rank by chance.
         launchers = {name: value for name, value in os.environ.items() if name != "RANK"}
         job = replace(job, usages=tuple(without_rank_in(launchers, job.usages)))
-        figures = job_figures(job.usages, run.device.torch_device.type)
+        figures = job_figures(job.usages, name_of_devices(run.device))
         check_job(words, job, figures, ranks)
         return job, figures
 
