@@ -106,3 +106,9 @@ def test_tensors_of_earlier_runs_have_no_line_if_two_lines_leave_such_tensors():
     earlier = blocks(20, (), 2, tensor="float32[2]")
     explanation = process_explanation(Recorded((*kept, earlier), kept), 40, 40, site_of, repeats=True)
     assert Row("other", 20, tensor="float32[2]", count=2) in explanation.peak.rows
+
+
+def test_blocks_of_earlier_runs_with_only_an_equal_size_have_no_line():
+    kept, earlier = blocks(10, ASK), blocks(20, (), 2)
+    explanation = process_explanation(Recorded((kept, earlier), (kept,)), 30, 30, site_of, repeats=True)
+    assert Row("other", 20, count=2) in explanation.peak.rows

@@ -116,15 +116,16 @@ def _without_earlier(
 def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
     """Return the blocks at the peak. Blocks from earlier runs get the line of equal blocks in this run.
 
-    If several lines leave blocks with this size, dtype and shape, nothing shows which line it was.
+    If several lines leave blocks with this size, dtype and shape, nothing shows which line it was. A size alone is no
+    evidence, so a block without a known dtype and shape gets no line.
     """
     lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...], str]]] = {}
     for group in retained:
         lines.setdefault(_kind(group), set()).add((group.module, group.frames, group.operator))
     with_lines = []
     for group in at_peak:
-        found = lines.get(_kind(group), set()) if _is_older(group) else set()
-        ((module, frames, operator),) = found if len(found) == 1 else [(group.module, group.frames, group.operator)]
+        places = lines.get(_kind(group), set()) if _is_older(group) and group.tensor else set()
+        ((module, frames, operator),) = places if len(places) == 1 else [(group.module, group.frames, group.operator)]
         with_lines.append(replace(group, module=module, frames=frames, operator=operator))
     return tuple(with_lines)
 

@@ -110,8 +110,8 @@ def run_job(
         until = time.monotonic() + _GRACE_SECONDS
         while processes.alive() and time.monotonic() < until:
             time.sleep(0.05)
-        found = read_reports(reports)
-        usages, invalid = tuple(found.usages.values()), tuple(found.invalid.values())
+        contents = read_reports(reports)
+        usages, invalid = tuple(contents.usages.values()), tuple(contents.invalid.values())
         return FinishedJob(
             status,
             _text(output),
