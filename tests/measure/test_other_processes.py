@@ -65,7 +65,7 @@ def beside(*steps, own=OWN):
     reports = iter(steps)
 
     def end_step(own_peaks, earlier):
-        return job_figures(next(reports), "cuda", {0: OwnPeak("cuda:0", own_peaks.get("cuda:0", 0))}, earlier)
+        return job_figures(next(reports), "cuda:{}", {0: OwnPeak("cuda:0", own_peaks.get("cuda:0", 0))}, earlier)
 
     processes = StepProcesses(end_step)
     return [processes.beside(own) for _ in steps]
@@ -167,7 +167,7 @@ def step(device):
         def end_step(own_peaks, earlier):
             live.append(live[-1] + kept)
             usage = server(1, live[-2], live[-1], live[-1] + 1000)
-            return job_figures([usage], "cuda", {0: OwnPeak("cpu", own_peaks["cpu"])}, earlier)
+            return job_figures([usage], "cpu", {0: OwnPeak("cpu", own_peaks["cpu"])}, earlier)
 
         context = MeasuringContext(device, None, end_step=end_step)
         prepared = PreparedStep(
@@ -207,7 +207,7 @@ def test_an_unknown_process_ends_the_measurement(device):
 def grown(*steps):
     """The text about steps with these processes."""
     reports = iter(steps)
-    elsewhere = GrowthElsewhere(lambda _, earlier: job_figures(next(reports), "cuda", {}, earlier))
+    elsewhere = GrowthElsewhere(lambda _, earlier: job_figures(next(reports), "cuda:{}", {}, earlier))
     for _ in steps:
         elsewhere.end()
     return elsewhere.text(list)
