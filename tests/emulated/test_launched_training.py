@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from pytest_gpumem.base.units import format_bytes
+from pytest_gpumem.base.units import format_bytes, rounded
 from tests.conftest import figures_of
 
 PROGRAM = Path(__file__).with_name("sharded_training.py")
@@ -55,6 +56,9 @@ def test_ranks_have_equal_peaks_and_the_grown_rank_is_named(session, tmp_path):
     row = next(line for line in gated.stdout.splitlines() if f"sharded_training.py:{planted} " in line)
     assert f"+{format_bytes(PLANTED)}" in row
     assert peaks(tmp_path) == [first, first + PLANTED]
+    assert figures_of(tmp_path / "report.xml")["test_training"]["launch.imbalance"] == rounded((first + PLANTED) / first)
+    assert re.search(r"^  imbalance over ranks +1\.00 .* regressed$", gated.stdout, re.MULTILINE)
+    assert "note: sharded_training.py rank 1 has the largest peak of all ranks" in gated.stdout
 
 
 @pytest.mark.thorough
