@@ -13,9 +13,10 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
+from pytest_gpumem.measuring.jobs.processes import Unseen
 from pytest_gpumem.measuring.jobs.run import FinishedJob
 from pytest_gpumem.measuring.jobs.windows import WindowUsage
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes, without_rank_in
+from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, unmeasured_processes, without_rank_in
 from pytest_gpumem.plugin.runtest.launching import check_job
 
 TEST = """
@@ -75,7 +76,10 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
     ("finished", "ranks", "message"),
     [
         pytest.param(
-            job(usage(), unseen=("python -I x.py",)), None, "does not report its memory: python -I x.py", id="unseen"
+            job(usage(), unseen=(Unseen("python -I x.py"),)),
+            None,
+            "does not report its memory: python -I x.py",
+            id="unseen",
         ),
         pytest.param(
             job(usage(), invalid=("`python z.py` runs pytest-gpumem 9.9",)),
@@ -145,7 +149,7 @@ def test_other_processes_get_variables_unless_the_option_is_off(project, option,
 def test_in_a_session_for_gpus_a_test_on_the_cpu_counts_no_other_processes():
     window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
     assert figures_of_processes(window, CpuDevice(), {"cpu": 4096}) == JobFigures({}, ())
-    (note,) = notes_on_processes(window, CpuDevice())
+    (note,) = unmeasured_processes(window, CpuDevice())
     assert note == (
         "not counted: `python train.py` loads torch, and other processes of this session report only their GPU memory, "
         "because not all tests are measured on the CPU"
@@ -157,7 +161,7 @@ def test_a_process_that_cannot_count_its_memory_is_noted_with_the_reason(monkeyp
     for name, value in device.variables_of_processes().items():
         monkeypatch.setenv(name, value)
     window = WindowUsage(importing=("python train.py",), uncounted=(("python train.py", "it has another allocator"),))
-    (note,) = notes_on_processes(window, device)
+    (note,) = unmeasured_processes(window, device)
     assert note == "not counted: `python train.py` loads torch, and it has another allocator"
 
 

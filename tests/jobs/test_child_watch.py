@@ -26,7 +26,7 @@ def windows():
 
 def unseen(window):
     """Return the commands of unseen processes, without the suite's own process from which others are forked."""
-    return [command for command in window.usage.unseen if "multiprocessing.forkserver" not in command]
+    return [process.command for process in window.usage.unseen if "multiprocessing.forkserver" not in process.command]
 
 
 def spawn(code):

@@ -25,7 +25,9 @@ class Outcome(str, Enum):
     Each metric gets a verdict. A measurement has the most serious verdict among its metrics. A test has the most serious
     verdict among its measurements. A test that fails by itself is not judged.
 
-    With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
+    With ``--gpumem-strict``, a test also fails if it used a process [whose memory was not
+    measured](../guide/servers-and-launched-jobs.md#what-fails-the-test). A test on an emulated GPU also fails if an uncomputed
+    value decided a branch.
     """
 
     RECORDED = "recorded"
@@ -338,6 +340,10 @@ class TestVerdict:
     """For each process that ``gpumem.launch`` measured, by the name of its measurement: a lower bound for its bytes beside
     torch on all GPUs. ``None`` if NVML never reported more bytes than the peak of torch's reserved bytes, for example because
     it did not list the process. NVML was read several times a second."""
+
+    unmeasured_processes: tuple[str, ...] = field(default=(), metadata=ADDED)
+    """A clause for each other process in the test whose memory was not measured, although it loads torch or CUDA. For example,
+    it has an environment of its own, so it does not report."""
 
     @property
     def nodeid(self) -> str:

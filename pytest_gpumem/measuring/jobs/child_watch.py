@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from pytest_gpumem.measuring.jobs.processes import Unseen
+
 _LOOK_SECONDS = 0.1
 _MOST_SHARE = 0.05
 """The thread looks for at most this share of the time. A look took 5 ms on a machine with 150 processes."""
@@ -70,8 +72,8 @@ class ChildWatch:
         if not self._thread.is_alive():
             self._thread = None
 
-    def unseen(self) -> tuple[str, ...]:
-        """Return commands: one for each process with torch or CUDA, but without a report. Call this after the context."""
+    def unseen(self) -> tuple[Unseen, ...]:
+        """Return each process with torch or CUDA, but without a report. Call this after the context."""
         if self._owner != os.getpid():
             return ()
         # A look here would wait for the system as long as the thread does.

@@ -7,7 +7,6 @@ the begin and the end of a window, running processes are asked for their figures
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import socket
 import stat
@@ -19,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
 from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
 from pytest_gpumem.emulating.emulated_process.usage import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessUsage
+    from pytest_gpumem.measuring.jobs.processes import Unseen
 
 ANSWER_SECONDS = 10.0
 """A process has this many seconds to answer. A stopped process does not, and neither does a process in a long call with the
@@ -83,8 +84,8 @@ class WindowUsage:
     """The last reports of running processes that did not answer in time."""
     unknown: tuple[str, ...] = ()
     """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
-    unseen: tuple[str, ...] = ()
-    """The commands of processes with torch or CUDA, and without reports."""
+    unseen: tuple[Unseen, ...] = ()
+    """The processes with torch or CUDA, and without reports."""
     importing: tuple[str, ...] = ()
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
     uncounted: tuple[tuple[str, str], ...] = ()
@@ -97,7 +98,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     killed: dict[_Key, ProcessUsage] = {}
     silent: dict[_Key, ProcessUsage] = {}
     unknown: dict[str, None] = {}
-    unseen: dict[str, None] = {}
+    unseen: dict[Unseen, None] = {}
     importing: dict[str, None] = {}
     uncounted: dict[tuple[str, str], None] = {}
     for part in parts:
@@ -446,7 +447,7 @@ def _parents() -> list[Path]:
 
 def command_text(usage: ProcessUsage) -> str:
     """Return a process's command for a message."""
-    return shlex.join(usage.process.command)
+    return shown_command(usage.process.command)
 
 
 def _remove_abandoned() -> None:

@@ -150,11 +150,11 @@ def check_processes(window: WindowUsage, device: Device) -> None:
         raise MeasuringError(invalid)
 
 
-def notes_on_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
-    """Return a note for each process whose memory does not count."""
+def unmeasured_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
+    """Return a clause for each process whose memory does not count."""
     lacking = _lacking(device)
     uncounted = window.uncounted if lacking is None else [(command, lacking) for command in window.importing]
     return (
-        *(f"{NOT_SEEN}: `{command}` loads torch or CUDA, and does not report its memory" for command in window.unseen),
+        *(f"{NOT_SEEN}: {process.text}" for process in window.unseen),
         *(f"not counted: `{command}` loads torch, and {reason}" for command, reason in uncounted),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import CannotRun, JobError
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
@@ -120,12 +121,16 @@ def _checked(command: Any) -> list[str]:
 
 def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:
     """Raise `JobError` if the figures would be too low, or if the job has other ranks than declared."""
-    shown = shlex.join(command)
+    shown = shown_command(command)
     if job.unseen:
+        process, cause = job.unseen[0]
+        likely = (
+            "does not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or "
+            "uses a GPU without torch"
+        )
         raise JobError(
-            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {job.unseen[0]}. It does "
-            "not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or uses a GPU "
-            "without torch"
+            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {process}. "
+            + (cause[0].upper() + cause[1:] if cause else f"It {likely}")
         )
     if job.invalid:
         raise JobError(f"`{shown}`: {job.invalid[0]}")

@@ -22,7 +22,7 @@ from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_c
 from pytest_gpumem.reporting.reports.places import first_row
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.short_failures import explained_before
-from pytest_gpumem.reporting.reports.summary import device_lines, reasons
+from pytest_gpumem.reporting.reports.summary import device_lines, reasons, unmeasured_processes
 from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, shown, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 
@@ -155,7 +155,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     not_compared = reasons(
         (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update
     )
-    not_compared += report.of_measuring
+    not_compared += [*report.of_measuring, *unmeasured_processes(result.verdict for result in report.results)]
     if not_compared:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in not_compared))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
