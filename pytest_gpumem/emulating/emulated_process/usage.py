@@ -161,6 +161,8 @@ class ProcessIdentity:
     """The variable with the rank: ``RANK``. Empty without a rank."""
     restart: int = 0
     """The number of times that torchrun has started all ranks again before it started this process."""
+    parent: tuple[str, ...] = ()
+    """The command of the parent process when this process first used the device. Empty if it is unknown."""
 
 
 def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:

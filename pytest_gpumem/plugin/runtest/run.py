@@ -549,6 +549,7 @@ class TestRun:
             name,
             figures.notes,
             gained_before=figures.gained_before,
+            process=figures.details,
             by_device=figures.by_gpu if len(figures.by_gpu) > 1 else {},
         )
         return self.judging.judge(measurement)
@@ -592,6 +593,7 @@ class TestRun:
             workspaces=max(on_device.memory.workspaces for on_device in devices.values()),
             unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
             gained_before=step.gained_before,
+            process=step.process,
             by_device=by_device,
             step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )

@@ -17,7 +17,15 @@ from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.reporting.reports.explanation import explanation_blocks
 from pytest_gpumem.reporting.reports.gpu_use import gpu_use_lines
 from pytest_gpumem.reporting.reports.layout import Screen, columns, without_empty
-from pytest_gpumem.reporting.reports.values import difference, on_device, peaks_by_device, shown, texts_of, tolerated
+from pytest_gpumem.reporting.reports.values import (
+    difference,
+    on_device,
+    peaks_by_device,
+    remarks_on,
+    shown,
+    texts_of,
+    tolerated,
+)
 from pytest_gpumem.reporting.reports.view import origin_line
 
 if TYPE_CHECKING:
@@ -178,7 +186,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     reasons = _reasons(verdict, _failed_by(verdict, failing), lines[0])
     notes = [
         *reasons,
-        *(note for note in verdict.measurement.notes if not any(note in line for line in (lines[0], *reasons))),
+        *(note for note in remarks_on(verdict.measurement) if not any(note in line for line in (lines[0], *reasons))),
     ]
     if verdict.measurement.workload.step == "region" and verdict.measurement.explanation is None and explained:
         notes.append(_REGION)

@@ -23,7 +23,7 @@ from pytest_gpumem.reporting.reports.places import first_row
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.short_failures import explained_before
 from pytest_gpumem.reporting.reports.summary import device_lines, reasons, unmeasured_processes
-from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, shown, texts_of
+from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, remarks_on, shown, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _figures(row: ReportRow, units: UnitSystem) -> str:
             blocks.append(f"**{plain(verdict.measurement.name)}**")
         blocks.append(_metrics(measured, units))
         blocks += _explained(verdict, units)
-        notes = [*(metric.reason for metric in verdict.metrics if metric.reason), *verdict.measurement.notes]
+        notes = [*(metric.reason for metric in verdict.metrics if metric.reason), *remarks_on(verdict.measurement)]
         by_device = peaks_by_device(verdict.measurement, units)
         notes += [] if by_device is None else [by_device]
         if notes:
