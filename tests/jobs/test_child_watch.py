@@ -41,6 +41,7 @@ def fork_and_exec(code):
 
 
 ENDS = "import time; time.sleep(2)"
+PRINTS = f"import os; print(os.getpid(), flush=True); {ENDS}"
 
 
 @pytest.mark.parametrize(
@@ -230,3 +231,14 @@ def test_a_look_that_is_stuck_delays_forks_and_the_end_only_once(monkeypatch, tm
         assert time.monotonic() - begin < 4  # 30 waits would take 6 s
     finally:
         goes_on.set()
+
+
+def test_a_function_sees_the_pids_of_all_descendants_while_they_run(windows):
+    seen = set()
+    with windows.window(look=seen.update):
+        grandchild = (
+            f"import os, subprocess, sys; print(os.getpid()); subprocess.run([sys.executable, '-c', {PRINTS!r}])"
+        )
+        done = subprocess.run([sys.executable, "-c", grandchild], capture_output=True, text=True, check=True)
+    assert seen >= {int(pid) for pid in done.stdout.split()}
+    assert len(done.stdout.split()) == 2

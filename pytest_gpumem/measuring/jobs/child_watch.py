@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, own_children
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from typing_extensions import Self
@@ -35,10 +35,14 @@ class ChildWatch:
     Args:
         folder: The folder for reports.
         older: The pids of children that do not count.
+        look: A function called with the pids of all descendants after each look at them.
     """
 
-    def __init__(self, folder: Path, older: Collection[int]) -> None:
+    def __init__(
+        self, folder: Path, older: Collection[int], look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> None:
         self._older = older
+        self._look_further = look
         self._processes = JobProcesses(folder)
         self._children: set[int] = set()
         self._owner = os.getpid()
@@ -99,6 +103,7 @@ class ChildWatch:
         self._children |= new
         if self._processes.is_running():
             self._processes.look()
+            self._look_further(self._processes.pids())
 
 
 def _has_children() -> bool:

@@ -39,7 +39,7 @@ from pytest_gpumem.measuring.jobs.processes import is_running, own_children
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessUsage
     from pytest_gpumem.measuring.jobs.processes import Unseen
@@ -226,11 +226,14 @@ class ProcessWindows:
             record_fork(self.variables({}))
 
     @contextmanager
-    def window(self, *, record: bool = False) -> Iterator[Window]:
+    def window(
+        self, *, record: bool = False, look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> Iterator[Window]:
         """Read the figures of all processes within the context. A window may contain other windows.
 
         Args:
             record: Whether the processes record their allocations.
+            look: A function called several times a second with the pids of all descendants, in another thread.
         """
         window = Window()
         flag = self._folder / RECORD
@@ -243,7 +246,7 @@ class ProcessWindows:
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
             marks, earlier = set(self._folder.glob(f"*{SEEN}")), set(self._folder.glob(f"*{UNCOUNTED}"))
-            with ChildWatch(self._folder, self._older) as watch:
+            with ChildWatch(self._folder, self._older, look) as watch:
                 yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)

@@ -47,6 +47,7 @@ class Remarks(NamedTuple):
     imbalance: float | None = None
     details: ProcessDetails | None = None
     """`Measurement.process`"""
+    pids: tuple[int, ...] = ()
 
 
 class StepProcesses:
@@ -81,7 +82,12 @@ class StepProcesses:
             return Remarks(self._jobs[-1].notes, self._jobs[0].gained_before, self._jobs[-1].imbalance)
         figures = [each for job in self._jobs for each in job.processes if each.name == process]
         notes = dict.fromkeys(note for each in figures for note in each.notes)
-        return Remarks(tuple(notes), figures[0].gained_before, details=figures[-1].details)
+        return Remarks(
+            tuple(notes),
+            figures[0].gained_before,
+            details=figures[-1].details,
+            pids=tuple(each.pid for each in figures),
+        )
 
 
 def beside_processes(own: ByDevice, job: JobFigures) -> ByDevice:

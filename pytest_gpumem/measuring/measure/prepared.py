@@ -76,6 +76,8 @@ class MeasuredStep:
     """The largest peak of a rank divided by the smallest, for all processes together."""
     process: ProcessDetails | None = None
     """`Measurement.process`"""
+    pids: tuple[int, ...] = ()
+    """The pids of the process in the runs of the step. A step may start a new process in each run."""
 
     @property
     def is_own(self) -> bool:
@@ -149,6 +151,7 @@ def with_processes(
             gained_before=remarks.gained_before,
             imbalance=remarks.imbalance,
             process=remarks.details,
+            pids=remarks.pids,
         )
     return replace(step, processes=measured) if measured else step
 

@@ -23,7 +23,7 @@ from pytest_gpumem.measuring.jobs.figures import (
 from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, command_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
@@ -59,9 +59,11 @@ class SessionProcesses:
         if self._extends_path and str(STARTUP) in sys.path:
             sys.path.remove(str(STARTUP))
 
-    def window(self, *, record: bool = False) -> AbstractContextManager[Window]:
-        """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
-        return self._windows.window(record=record)
+    def window(
+        self, *, record: bool = False, look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> AbstractContextManager[Window]:
+        """Return the context `ProcessWindows.window`."""
+        return self._windows.window(record=record, look=look)
 
     def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.

@@ -104,8 +104,7 @@ def launch(
     )
     by_name = {process.name: judged for process, judged in zip(figures.processes, of_processes, strict=True)}
     if process_bytes.is_read:
-        for process_name, nbytes in beside_torch(figures.processes, process_bytes.by_pid).items():
-            run.jobs_beside_torch[by_name[process_name].measurement.name] = nbytes
+        run.keep_beside_torch(of_processes, beside_torch(job.usages, process_bytes.by_pid))
     return job, judged_job, by_name
 
 

@@ -14,6 +14,7 @@ from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
+from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.counterparts import new_names
 from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFigures
 from pytest_gpumem.measuring.jobs.windows import Window
@@ -98,7 +99,7 @@ class TestRun:
     """True during the test's call."""
     gpu_uses: tuple[GpuUse, ...] = ()
     """The memory outside this process's allocator before the test's set-up."""
-    jobs_beside_torch: dict[str, int | None] = field(default_factory=dict)
+    beside_torch: dict[str, int | None] = field(default_factory=dict)
     """`TestVerdict.jobs_beside_torch` so far."""
     unmeasured_processes: dict[str, None] = field(default_factory=dict)
     """`TestVerdict.unmeasured_processes` so far."""
@@ -114,6 +115,8 @@ class TestRun:
     _known_at_call: BlockIds = frozenset()
     """The blocks that the device knew when the call began."""
     _made_by_call: NewTensors | None = None
+    _beside_torch: Mapping[int, int | None] | None = None
+    """The bytes beside torch in the last window by pid, from `beside_torch`; ``None`` if NVML was not read."""
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
@@ -142,7 +145,7 @@ class TestRun:
         verdict = replace(
             verdict,
             missing=missing,
-            jobs_beside_torch=dict(self.jobs_beside_torch),
+            jobs_beside_torch=dict(self.beside_torch),
             unmeasured_processes=tuple(self.unmeasured_processes),
         )
         return replace(verdict, gpu_uses=at_end(self.device, self.gpu_uses)) if self.gpu_uses else verdict
@@ -280,8 +283,10 @@ class TestRun:
         if self.processes is None:
             yield Window()
             return
-        with self.processes.window() as window:
+        process_bytes = ProcessBytes(self.device.everywhere)
+        with self.processes.window(look=process_bytes.look) as window:
             yield window
+        self._beside_torch = beside_torch(window.usage.usages, process_bytes.by_pid) if process_bytes.is_read else None
         self.unmeasured_processes |= dict.fromkeys(unmeasured_processes(window.usage, self.device))
 
     def _keep_once(
@@ -342,9 +347,20 @@ class TestRun:
 
     def _keep_all(self, judged: JudgedStep) -> Measurement:
         """Add measurements."""
+        self.keep_beside_torch(judged.processes, self._beside_torch)
         parts = (judged.own, *judged.processes, judged.of_all)
         kept = [self.keep(part) for part in parts if part is not None]
         return kept[-1 if judged.own is None else 0]
+
+    def keep_beside_torch(
+        self, processes: Sequence[JudgedMeasurement], bounds: Mapping[int, int | None] | None
+    ) -> None:
+        """Add the processes' bytes beside torch (`beside_torch`). ``bounds`` is ``None`` if NVML was not read."""
+        if bounds is None:
+            return
+        for judged in processes:
+            seen = [bound for bound in map(bounds.get, judged.pids) if bound is not None]
+            self.beside_torch[judged.measurement.name] = max(seen, default=None)
 
     def keep_script(self, figures: ByDevice, window: Window) -> Measurement | None:
         """Add the measurements of a script without steps, if other processes used a GPU.
@@ -373,7 +389,8 @@ class TestRun:
         return [self._judge_process(process, process.name, name) for process in processes]
 
     def _judge_process(self, process: ProcessFigures, process_name: str, job_name: str) -> JudgedMeasurement:
-        return self.judge_job(Workload(PROCESS), process, f"{job_name}: {process_name}")
+        judged = self.judge_job(Workload(PROCESS), process, f"{job_name}: {process_name}")
+        return replace(judged, pids=(process.pid,))
 
     def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
         """Return a job whose processes with the same program have the names of the baselines they fit.
@@ -477,7 +494,13 @@ class TestRun:
         Several ranks explain no other processes, because the other ranks may not run the step again with this rank.
         """
         names = [process for process in step.processes if process != ALL]
-        judged = [self.judging.judge(self._measurement_of(step.processes[each], f"{name}: {each}")) for each in names]
+        judged = [
+            replace(
+                self.judging.judge(self._measurement_of(step.processes[each], f"{name}: {each}")),
+                pids=step.processes[each].pids,
+            )
+            for each in names
+        ]
         if self.judging.ranks.rank is not None:
             return judged
         growing = {each for each in names if any(step.processes[each].figures.growth.values())}
