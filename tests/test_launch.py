@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pytest_gpumem.base.errors import JobError
+from pytest_gpumem.base.errors import JobError, MeasuringError
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
 from pytest_gpumem.measuring.jobs.processes import Unseen
 from pytest_gpumem.measuring.jobs.run import FinishedJob
 from pytest_gpumem.measuring.jobs.windows import WindowUsage
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, unmeasured_processes, without_rank_in
+from pytest_gpumem.plugin.runtest.child_processes import (
+    check_processes,
+    figures_of_processes,
+    unmeasured_processes,
+    without_rank_in,
+)
 from pytest_gpumem.plugin.runtest.launching import check_job
 
 TEST = """
@@ -48,6 +54,7 @@ def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_pa
         ('["python"], ranks="2"', "needs a whole number of 1 or more as ranks, got '2'"),
         ('["python"], ranks=0', "needs a whole number of 1 or more as ranks, got 0"),
         ('["python"], ranks=True', "needs a whole number of 1 or more as ranks, got True"),
+        ('["python"], env={"X": 1}', "needs texts in env, got int for 'X'; write str(...)"),
         ('["python"], rank=2', "*launch() got an unexpected keyword argument 'rank'*"),
     ],
 )
@@ -180,3 +187,18 @@ def test_a_rank_from_another_launcher_than_the_tests_is_kept():
     environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
     usages = without_rank_in(environment, (usage(0), usage(1), replace(usage(), process=inherited)))
     assert [entry.process.rank for entry in usages] == [0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "mend"),
+    [
+        ("SpawnPoolWorker-1", "multiprocessing SpawnPoolWorker-1", "end its pool by close() and join()"),
+        ("SpawnProcess-1", "multiprocessing SpawnProcess-1", "end it by terminate() and not by kill()"),
+    ],
+)
+def test_a_killed_process_is_named_with_advice_that_fits_its_kind(name, shown, mend):
+    command = ("python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork")
+    killed = usage(ended=None, process=ProcessIdentity(1, command=command, name=name))
+    device = SimpleNamespace(lacks={}.get, variables_of_processes=dict)
+    with pytest.raises(MeasuringError, match=rf"`{shown}` was killed .*; {re.escape(mend)}"):
+        check_processes(WindowUsage(killed=(killed,)), device)

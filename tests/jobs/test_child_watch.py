@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.measuring.jobs import child_watch
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows
 from tests.jobs.mapped import maps_torch
@@ -242,3 +244,20 @@ def test_a_function_sees_the_pids_of_all_descendants_while_they_run(windows):
         done = subprocess.run([sys.executable, "-c", grandchild], capture_output=True, text=True, check=True)
     assert seen >= {int(pid) for pid in done.stdout.split()}
     assert len(done.stdout.split()) == 2
+
+
+def test_if_the_folder_was_removed_this_is_said_instead_of_another_cause(windows):
+    with windows.window() as window:
+        shutil.rmtree(windows._folder)
+        subprocess.run([sys.executable, "-c", maps_torch(ENDS)], env=windows.variables(os.environ), check=True)
+    (sentence,) = window.usage.unknown
+    assert f"the folder {windows._folder} was removed while the session ran" in sentence
+    assert unseen(window) == []
+    with pytest.raises(MeasuringError, match="was removed while the session ran"), windows.window(record=True):
+        pass
+
+
+def test_a_window_without_other_processes_ends_well_if_the_folder_was_removed(windows):
+    with windows.window() as window:
+        shutil.rmtree(windows._folder)
+    assert window.usage.unknown == ()

@@ -374,9 +374,13 @@ def program_name(command: Sequence[str]) -> str:
 
 
 def shown_process(process: ProcessIdentity) -> tuple[str, ...]:
-    """Return a process's command without secrets. A process from `multiprocessing` has its name there."""
-    if program_name(process.command) == "multiprocessing":
-        return ("multiprocessing", process.name)
+    """Return a process's command without secrets.
+
+    An interpreter from `multiprocessing` has the name of its process there: ``("multiprocessing", "SpawnPoolWorker-1")``.
+    """
+    program = program_name(process.command)
+    if process.name and program in ("multiprocessing", "fork"):
+        return (program, process.name)
     return shown_words([*(PurePath(word).name for word in process.command[:1]), *process.command[1:]])
 
 

@@ -18,6 +18,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
 from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
@@ -35,6 +36,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     uncounted_in,
 )
 from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+from pytest_gpumem.measuring.jobs.figures import shown_process
 from pytest_gpumem.measuring.jobs.processes import is_running, own_children
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
@@ -238,6 +240,8 @@ class ProcessWindows:
         window = Window()
         flag = self._folder / RECORD
         if record:
+            if not self._folder.is_dir():
+                raise MeasuringError(self._removed)
             flag.touch()
         try:
             # Without an answer now, a process has no new peaks, so its figures in this window will be too large.
@@ -251,11 +255,22 @@ class ProcessWindows:
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
             unseen = watch.unseen()
+            if unseen and not self._folder.is_dir():
+                # No process can report, so another cause of being unseen would be a guess.
+                window.parts.append(WindowUsage(unknown=(self._removed,)))
+                unseen = ()
             uncounted = tuple(map(uncounted_in, set(self._folder.glob(f"*{UNCOUNTED}")) - earlier))
             window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
         finally:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]
+
+    @property
+    def _removed(self) -> str:
+        return (
+            f"the folder {self._folder} was removed while the session ran, and other processes report their memory there, so "
+            "their memory is not known. Let no test remove folders that it has not made"
+        )
 
     def divide(self) -> WindowUsage:
         """End a part of all open windows, and return the processes in this part."""
@@ -450,7 +465,7 @@ def _parents() -> list[Path]:
 
 def command_text(usage: ProcessUsage) -> str:
     """Return a process's command for a message."""
-    return shown_command(usage.process.command)
+    return shown_command(shown_process(usage.process))
 
 
 def _remove_abandoned() -> None:

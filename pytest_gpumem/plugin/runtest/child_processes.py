@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.jobs.figures import Names
     from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
 
+_POOL_WORKER = "PoolWorker-"
+"""A part of the name that `multiprocessing.Pool` gives to a worker: ``SpawnPoolWorker-1``."""
+
 
 class SessionProcesses:
     """The processes that this session starts. While the session measures, environment variables let them report.
@@ -140,7 +143,9 @@ def check_processes(window: WindowUsage, device: Device) -> None:
             "known. It is stopped, or in a long call that keeps Python's lock"
         )
     for usage in window.killed:
-        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; end it by terminate() and not by kill()")
+        is_in_pool = _POOL_WORKER in usage.process.name
+        mend = "end its pool by close() and join()" if is_in_pool else "end it by terminate() and not by kill()"
+        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; {mend}")
     active = tuple(filter(is_active, window.usages))
     for usage in active:
         if usage.without_statistics:

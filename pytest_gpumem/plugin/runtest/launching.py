@@ -71,12 +71,21 @@ def launch(
         raise TypeError(f"gpumem.launch() needs a number of seconds above 0 as timeout, got {timeout!r}")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise TypeError(f"gpumem.launch() needs a whole number of 1 or more as ranks, got {ranks!r}")
+    for variable, value in (env or {}).items():
+        if not isinstance(variable, str) or not isinstance(value, (str, os.PathLike)):
+            raise TypeError(
+                f"gpumem.launch() needs texts in env, got {type(value).__name__} for {variable!r}; write str(...)"
+            )
     lacking = run.device.lacks("processes")
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")
     run.device.quiesce()
     process_bytes = ProcessBytes(run.device.everywhere)
-    variables = {**os.environ, **run.device.variables_of_processes(), **(env or {})}
+    variables = {
+        **os.environ,
+        **run.device.variables_of_processes(),
+        **{variable: os.fspath(value) for variable, value in (env or {}).items()},
+    }
     environment, folder = variables, Path.cwd() if cwd is None else Path(cwd)
 
     def run_once(*, record: bool) -> tuple[FinishedJob, JobFigures]:
