@@ -107,12 +107,12 @@ def test_it(code):
     subprocess.run([sys.executable, "-c", code], check=True)
 """)
     project.run("--junitxml=report.xml", separate=True).assert_outcomes(passed=2)
-    notes = {name: verdict["verdicts"][0]["measurement"]["notes"] for name, verdict in project.verdicts().items()}
+    notes = {name: verdict["unmeasured_processes"] for name, verdict in project.verdicts().items()}
     assert notes["test_it[import json]"] == []
     (note,) = notes["test_it[import torch]"]
     assert note.startswith("not counted: `")
     assert note.endswith(
-        "-c import torch` loads torch, and the C compiler /no/cc cannot be run: No such file or directory; install /no/cc, "
+        "-c 'import torch'` loads torch, and the C compiler /no/cc cannot be run: No such file or directory; install /no/cc, "
         "or set CC to another compiler"
     )
 
@@ -154,7 +154,7 @@ def test_job(gpumem):
     result = project.run("--junitxml=report.xml", "-rs", separate=True)
     result.assert_outcomes(passed=1, skipped=1)
     result.stdout.fnmatch_lines(["*SKIPPED*gpumem.launch: *child.py` loads torch, and torch * cannot be counted*"])
-    (note,) = project.verdicts()["test_it"]["verdicts"][0]["measurement"]["notes"]
+    (note,) = project.verdicts()["test_it"]["unmeasured_processes"]
     assert note.endswith("allocates memory on the CPU by functions that cannot be counted")
 
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from pytest_gpumem.base.errors import StopSignal
 from pytest_gpumem.base.processes import Stop
 from pytest_gpumem.emulating.emulated_process.before_torch import PEAKS, STEPS, USAGE
-from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, OutOfMemory, ProcessUsage
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, InvalidReport, OutOfMemory, ProcessUsage
 from pytest_gpumem.emulating.emulation import load
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu, known_gpus
 from pytest_gpumem.tools.console.jobs import A_RUN, most_jobs
@@ -377,3 +377,13 @@ def test_what_a_program_says_on_standard_output_is_kept_where_it_says_nothing_el
     assert run_on(emulated_gpu("l4"), [sys.executable, "-c", "print('lost')"], os.environ, Stop()).output == "lost"
     with pytest.raises(FileNotFoundError):
         run_on(emulated_gpu("l4"), ["/nowhere/python"], os.environ, Stop())
+
+
+def test_a_process_with_another_release_is_named_with_the_remedy(ran):
+    _, comes = ran
+    told = "`python train.py` runs pytest-gpumem 0.0.1, and this session 0.1.0. Install the same release in both"
+    comes["h100"] = InvalidReport(told)
+    result = fit(*FOUR, "train.py")
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"{told}\n")
+    assert "Traceback" not in result.stderr

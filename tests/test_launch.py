@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pytest_gpumem.base.errors import JobError
+from pytest_gpumem.base.errors import JobError, MeasuringError
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
+from pytest_gpumem.measuring.jobs.processes import Unseen
 from pytest_gpumem.measuring.jobs.run import FinishedJob
 from pytest_gpumem.measuring.jobs.windows import WindowUsage
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes, notes_on_processes, without_rank_in
+from pytest_gpumem.plugin.runtest.child_processes import (
+    check_processes,
+    figures_of_processes,
+    unmeasured_processes,
+    without_rank_in,
+)
 from pytest_gpumem.plugin.runtest.launching import check_job
 
 TEST = """
@@ -47,6 +54,7 @@ def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_pa
         ('["python"], ranks="2"', "needs a whole number of 1 or more as ranks, got '2'"),
         ('["python"], ranks=0', "needs a whole number of 1 or more as ranks, got 0"),
         ('["python"], ranks=True', "needs a whole number of 1 or more as ranks, got True"),
+        ('["python"], env={"X": 1}', "needs texts in env, got int for 'X'; write str(...)"),
         ('["python"], rank=2', "*launch() got an unexpected keyword argument 'rank'*"),
     ],
 )
@@ -75,7 +83,10 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
     ("finished", "ranks", "message"),
     [
         pytest.param(
-            job(usage(), unseen=("python -I x.py",)), None, "does not report its memory: python -I x.py", id="unseen"
+            job(usage(), unseen=(Unseen("python -I x.py"),)),
+            None,
+            "does not report its memory: python -I x.py",
+            id="unseen",
         ),
         pytest.param(
             job(usage(), invalid=("`python z.py` runs pytest-gpumem 9.9",)),
@@ -145,7 +156,7 @@ def test_other_processes_get_variables_unless_the_option_is_off(project, option,
 def test_in_a_session_for_gpus_a_test_on_the_cpu_counts_no_other_processes():
     window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
     assert figures_of_processes(window, CpuDevice(), {"cpu": 4096}) == JobFigures({}, ())
-    (note,) = notes_on_processes(window, CpuDevice())
+    (note,) = unmeasured_processes(window, CpuDevice())
     assert note == (
         "not counted: `python train.py` loads torch, and other processes of this session report only their GPU memory, "
         "because not all tests are measured on the CPU"
@@ -157,7 +168,7 @@ def test_a_process_that_cannot_count_its_memory_is_noted_with_the_reason(monkeyp
     for name, value in device.variables_of_processes().items():
         monkeypatch.setenv(name, value)
     window = WindowUsage(importing=("python train.py",), uncounted=(("python train.py", "it has another allocator"),))
-    (note,) = notes_on_processes(window, device)
+    (note,) = unmeasured_processes(window, device)
     assert note == "not counted: `python train.py` loads torch, and it has another allocator"
 
 
@@ -176,3 +187,18 @@ def test_a_rank_from_another_launcher_than_the_tests_is_kept():
     environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
     usages = without_rank_in(environment, (usage(0), usage(1), replace(usage(), process=inherited)))
     assert [entry.process.rank for entry in usages] == [0, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown", "mend"),
+    [
+        ("SpawnPoolWorker-1", "multiprocessing SpawnPoolWorker-1", "end its pool by close() and join()"),
+        ("SpawnProcess-1", "multiprocessing SpawnProcess-1", "end it by terminate() and not by kill()"),
+    ],
+)
+def test_a_killed_process_is_named_with_advice_that_fits_its_kind(name, shown, mend):
+    command = ("python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork")
+    killed = usage(ended=None, process=ProcessIdentity(1, command=command, name=name))
+    device = SimpleNamespace(lacks={}.get, variables_of_processes=dict)
+    with pytest.raises(MeasuringError, match=rf"`{shown}` was killed .*; {re.escape(mend)}"):
+        check_processes(WindowUsage(killed=(killed,)), device)

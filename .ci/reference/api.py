@@ -16,6 +16,7 @@ from pytest_gpumem.facts.values.composition import Holder, Row
 from pytest_gpumem.facts.values.interference import Slowdown
 from pytest_gpumem.facts.values.module_calls import Caller, Calls
 from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
+from pytest_gpumem.facts.values.process import ProcessDetails
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
 from pytest_gpumem.facts.values.timeline import OverTime, PhaseSpan
 from pytest_gpumem.facts.values.times import Round, Sample, Times
@@ -73,7 +74,7 @@ def test_gpt(gpumem):
     gpumem.train_step(GPT, batch)
 ```"""
 RETURNED = (
-    *(Workload, Times, Sample, Round, Slowdown, StepPeaks, Tally, OperatorSite),
+    *(Workload, Times, Sample, Round, Slowdown, StepPeaks, ProcessDetails, Tally, OperatorSite),
     *(Holder, OverTime, PhaseSpan, Calls, Caller),
     *(Estimate, StateBytes, Share, Launched, Loading, Region, MeasuredLoop),
 )

@@ -15,6 +15,7 @@ from pytest_gpumem.facts.values.composition import NOT_EXPLAINED, Explanation
 from pytest_gpumem.facts.values.figures import CountedMetric, Figures, MetricName
 from pytest_gpumem.facts.values.operator_counts import KeptTallies
 from pytest_gpumem.facts.values.plain import FrozenValue
+from pytest_gpumem.facts.values.process import ProcessDetails
 from pytest_gpumem.facts.values.rates import Rate, return_on
 from pytest_gpumem.facts.values.step_peaks import StepPeaks
 from pytest_gpumem.facts.values.times import Times
@@ -237,6 +238,8 @@ class Measurement(FrozenValue, MetricAttributes):
     lowest_counts: Mapping[MetricName, int] = field(default_factory=dict, metadata=ADDED)
     """For each count that differed between the counted steps, its smallest value. `Measurement.metrics` has the largest
     value."""
+    process: ProcessDetails | None = field(default=None, metadata=ADDED)
+    """The process; ``None`` for the test's own process, and for all processes together."""
 
     def __post_init__(self) -> None:
         self._freeze(

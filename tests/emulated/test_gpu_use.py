@@ -184,6 +184,73 @@ def test_a_launched_process_has_a_lower_bound_of_its_bytes_beside_torch(processe
     assert verdicts_of(tmp_path / "report.xml")["test_small"]["jobs_beside_torch"] == {"launch: job.py": bound}
 
 
+STARTS = """
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def server():
+    with subprocess.Popen([sys.executable, "serve.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        server.stdout.readline()
+        yield server
+        server.kill()
+
+
+def ask(server):
+    server.stdin.write("\\n")
+    server.stdin.flush()
+    server.stdout.readline()
+
+
+@pytest.mark.gpumem(max_memory="1 MB")
+def test_call(server):
+    ask(server)
+    subprocess.run([sys.executable, "job.py"], check=True)
+
+
+@pytest.mark.gpumem(max_memory="1 MB")
+def test_step(gpumem, server):
+    gpumem.measure(lambda: ask(server), items=1)
+"""
+SERVES = """
+import sys
+import time
+
+import torch
+
+held = torch.ones(1 << 20, device="cuda")
+while True:
+    print(1, flush=True)
+    sys.stdin.readline()
+    torch.ones(1 << 20, device="cuda")
+    time.sleep(0.3)
+"""
+
+
+def test_processes_of_a_call_and_of_a_step_have_lower_bounds_as_well(processes, tmp_path):
+    (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
+    (tmp_path / "serve.py").write_text(SERVES, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(STARTS, encoding="utf-8")
+    conftest = LISTS_JOB.replace("NVML\n", f"{NVML}\n").replace("USED", "(20 << 20) + 3_000_000")
+    (tmp_path / "conftest.py").write_text(conftest, encoding="utf-8")
+    done = processes.pytest("--junitxml=report.xml")
+    assert "2 failed" in done.stdout, done.stdout
+    verdicts = verdicts_of(tmp_path / "report.xml")
+    for test, name in (
+        ("test_call", "call: serve.py"),
+        ("test_call", "call: job.py"),
+        ("test_step", "measure: serve.py"),
+    ):
+        assert f"\n  note: beside torch in {name}: at least 3.00 MB\n" in verdicts[test]["failure"]
+    assert {test: verdict["jobs_beside_torch"] for test, verdict in verdicts.items()} == {
+        "test_call": {"call: serve.py": 3_000_000, "call: job.py": 3_000_000},
+        "test_step": {"measure: serve.py": 3_000_000},
+    }
+
+
 def test_a_launched_process_on_an_emulated_gpu_has_no_bytes_beside_torch(processes, tmp_path):
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     (tmp_path / "test_it.py").write_text(LAUNCHES, encoding="utf-8")

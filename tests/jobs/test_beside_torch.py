@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
-from pytest_gpumem.measuring.jobs.figures import ProcessFigures
 
 
-def process(name: str, pid: int, *reserved: int) -> ProcessFigures:
-    by_gpu = {f"cuda:{gpu}": {"peak_allocated": 1, "peak_reserved": nbytes} for gpu, nbytes in enumerate(reserved)}
-    return ProcessFigures(name, by_gpu, pid=pid)
+def usage(pid: int, *reserved: int) -> ProcessUsage:
+    devices = tuple(DeviceUsage(gpu, 1, nbytes, 0) for gpu, nbytes in enumerate(reserved))
+    return ProcessUsage(1, None, devices, process=ProcessIdentity(pid))
 
 
 def gpu(*readings):
@@ -36,14 +36,14 @@ def test_without_nvml_nothing_is_read():
 
 
 @pytest.mark.parametrize(
-    ("processes", "bytes_by_pid", "bounds"),
+    ("usages", "bytes_by_pid", "bounds"),
     [
-        ([process("a", 7, 100, 50)], {7: 170}, {"a": 20}),
-        ([process("a", 7, 100, 50)], {7: 150}, {"a": None}),
-        ([process("a", 7, 100), process("b", 8, 10)], {8: 30}, {"a": None, "b": 20}),
-        ([process("a", 7, 100), process("b", 7, 10)], {7: 170}, {"a": None, "b": None}),
+        ([usage(7, 100, 50)], {7: 170}, {7: 20}),
+        ([usage(7, 100, 50)], {7: 150}, {7: None}),
+        ([usage(7, 100), usage(8, 10)], {8: 30}, {7: None, 8: 20}),
+        ([usage(7, 100), usage(7, 10)], {7: 170}, {7: None}),
     ],
     ids=["above the peak", "not above the peak", "not listed", "one pid after exec"],
 )
-def test_a_process_has_at_least_the_bytes_above_its_reserved_peak(processes, bytes_by_pid, bounds):
-    assert beside_torch(processes, bytes_by_pid) == bounds
+def test_a_process_has_at_least_the_bytes_above_its_reserved_peak(usages, bytes_by_pid, bounds):
+    assert beside_torch(usages, bytes_by_pid) == bounds

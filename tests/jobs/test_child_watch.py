@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import time
 
 import pytest
 
+from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.measuring.jobs import child_watch
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows
 from tests.jobs.mapped import maps_torch
@@ -26,7 +28,7 @@ def windows():
 
 def unseen(window):
     """Return the commands of unseen processes, without the suite's own process from which others are forked."""
-    return [command for command in window.usage.unseen if "multiprocessing.forkserver" not in command]
+    return [process.command for process in window.usage.unseen if "multiprocessing.forkserver" not in process.command]
 
 
 def spawn(code):
@@ -41,6 +43,7 @@ def fork_and_exec(code):
 
 
 ENDS = "import time; time.sleep(2)"
+PRINTS = f"import os; print(os.getpid(), flush=True); {ENDS}"
 
 
 @pytest.mark.parametrize(
@@ -230,3 +233,31 @@ def test_a_look_that_is_stuck_delays_forks_and_the_end_only_once(monkeypatch, tm
         assert time.monotonic() - begin < 4  # 30 waits would take 6 s
     finally:
         goes_on.set()
+
+
+def test_a_function_sees_the_pids_of_all_descendants_while_they_run(windows):
+    seen = set()
+    with windows.window(look=seen.update):
+        grandchild = (
+            f"import os, subprocess, sys; print(os.getpid()); subprocess.run([sys.executable, '-c', {PRINTS!r}])"
+        )
+        done = subprocess.run([sys.executable, "-c", grandchild], capture_output=True, text=True, check=True)
+    assert seen >= {int(pid) for pid in done.stdout.split()}
+    assert len(done.stdout.split()) == 2
+
+
+def test_if_the_folder_was_removed_this_is_said_instead_of_another_cause(windows):
+    with windows.window() as window:
+        shutil.rmtree(windows._folder)
+        subprocess.run([sys.executable, "-c", maps_torch(ENDS)], env=windows.variables(os.environ), check=True)
+    (sentence,) = window.usage.unknown
+    assert f"the folder {windows._folder} was removed while the session ran" in sentence
+    assert unseen(window) == []
+    with pytest.raises(MeasuringError, match="was removed while the session ran"), windows.window(record=True):
+        pass
+
+
+def test_a_window_without_other_processes_ends_well_if_the_folder_was_removed(windows):
+    with windows.window() as window:
+        shutil.rmtree(windows._folder)
+    assert window.usage.unknown == ()

@@ -48,6 +48,28 @@ def names_of(processes):
     return [each.name for each in process_names(processes)]
 
 
+@pytest.mark.parametrize(
+    ("identity", "text"),
+    [
+        (
+            ProcessIdentity(
+                1, command=("/bin/python", "-m", "serve", "--port", "8000"), parent=("/bin/python", "/bin/torchrun")
+            ),
+            "process 1 of 1: python -m serve --port 8000, child of torchrun, ended",
+        ),
+        (ProcessIdentity(1, command=("python", "a.py"), rank=0), "process 1 of 1: python a.py, rank 0, ended"),
+        (
+            ProcessIdentity(1, command=("python", "-c", SPAWNED), name="SpawnProcess-1", parent=("/bin/sh", "-c", "x")),
+            "process 1 of 1: multiprocessing SpawnProcess-1, child of sh, ended",
+        ),
+    ],
+)
+def test_a_process_is_described_by_its_command_and_its_parents_program(identity, text):
+    usage = ProcessUsage(1, 2, (DeviceUsage(0, 1000, 2000, 0),), process=identity)
+    (process,) = job_figures([usage]).processes
+    assert process.details.text == text
+
+
 def test_only_a_number_that_was_given_here_is_no_part_of_the_program():
     given = [ProcessIdentity(pid, command=("python", "-c", SPAWNED), name=f"stage {pid}") for pid in (1, 2)]
     assert [name.program for name in process_names([*given, process(3), process(4), process(5, rank=0)])] == [

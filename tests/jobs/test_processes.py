@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from pytest_gpumem.measuring.jobs.processes import JobProcesses
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.measuring.jobs.processes import JobProcesses, Unseen, why_unseen
 from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
 
@@ -45,7 +46,7 @@ class Machine:
     def unseen(self, looks=2):
         for _ in range(looks):
             self.job.look()
-        return self.job.unseen()
+        return tuple(process.command for process in self.job.unseen())
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_a_program_with_a_new_title_reports_and_a_later_program_does_not(tmp_pat
         job.look()
         job.look()
         assert job.unseen() == ()
-        assert [command.strip("x") for command in job.alive()] == [""]
+        assert [command.strip("x.") for command in job.alive()] == [""]
         program.stdin.write("\n")
         program.stdin.flush()
         assert program.stdout.readline() == "next\n"
@@ -183,3 +184,65 @@ def test_without_the_files_of_linux_nothing_is_found(tmp_path):
     job.look()
     assert (job.unseen(), job.alive()) == ((), ())
     job.kill()
+
+
+REPORTING = [b"PYTHONPATH=" + os.fsencode(STARTUP) + b":/lib", b"GPUMEM_USAGE=/tmp/usage"]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "cause"),
+    [
+        (["/usr/bin/python3", "-I", "serve.py"], None, "it runs with python -I (start it without -I)"),
+        (["python", "-uE", "serve.py"], REPORTING, "it runs with python -E (start it without -E)"),
+        (["python", "-BSc", "import torch"], REPORTING, "it runs with python -S (start it without -S)"),
+        (["python", "serve.py", "-I"], REPORTING, ""),
+        (["python", "-m", "serve", "-S"], REPORTING, ""),
+        (["python", "-cS"], REPORTING, ""),
+        (["python", "serve.py"], [], "its environment has no PYTHONPATH (start it with env={**os.environ, ...})"),
+        (
+            ["python", "serve.py"],
+            REPORTING[:1],
+            "its environment has no GPUMEM_USAGE (start it with env={**os.environ, ...})",
+        ),
+        (
+            ["python", "serve.py"],
+            [b"PYTHONPATH=src", REPORTING[1]],
+            'its PYTHONPATH was replaced (add os.environ["PYTHONPATH"] to it)',
+        ),
+        (["python", "serve.py"], None, ""),
+        (["serve"], [], ""),
+    ],
+)
+def test_the_cause_is_in_the_options_or_the_environment_or_is_not_guessed(command, variables, cause):
+    assert why_unseen(command, variables) == cause
+
+
+@pytest.mark.parametrize(
+    ("environ", "cause"),
+    [
+        (
+            b"PATH=/bin\0PYTHONPATH=src\0GPUMEM_USAGE=/usage\0",
+            'its PYTHONPATH was replaced (add os.environ["PYTHONPATH"] to it)',
+        ),
+        (b"", "its environment has no PYTHONPATH (start it with env={**os.environ, ...})"),
+        pytest.param(b"ython train.py\0\0\0\0", "", id="overwritten by a title"),
+        pytest.param(None, "", id="of another user"),
+    ],
+)
+def test_the_environment_is_read_while_the_process_runs(machine, environ, cause):
+    machine.add(20, 10, TORCH)
+    if environ is not None:
+        (machine.proc / "20" / "environ").write_bytes(environ)
+    machine.unseen()
+    machine.end(20)
+    machine.job.look()
+    assert machine.job.unseen() == (Unseen("python train.py", cause),)
+
+
+def test_a_fork_of_the_tests_process_is_not_said_to_have_another_environment(machine):
+    own = b"python\0-m\0pytest\0"
+    machine.add(os.getpid(), 1, command=own)
+    machine.add(20, 10, TORCH, command=own)
+    (machine.proc / "20" / "environ").write_bytes(b"PATH=/bin\0")
+    machine.unseen()
+    assert machine.job.unseen() == (Unseen("python -m pytest", ""),)

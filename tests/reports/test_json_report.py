@@ -230,6 +230,8 @@ def objects(schema):
 
 
 ADDED_SINCE = {
+    "unmeasured_processes",
+    "process",
     "causes",
     "not_explained",
     "accept",

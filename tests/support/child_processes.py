@@ -233,14 +233,15 @@ SILENT = r"did not report its memory within 10 seconds, so its memory is not kno
 OTHER_RELEASE = (
     rf"`.*` runs pytest-gpumem 9\.9, and this session {re.escape(__version__)}\. Install the same release in both"
 )
-MISSING = r"Measurement missing: .* no longer takes: call: -c, call: all processes\n  note: not seen: `.*` loads torch or CUDA, "
+MISSING = r"Measurement missing: .* no longer takes: call: -c, call: all processes\n  note: not seen: `.*` loads torch or CUDA, .*"
+NO_PATH = rf"{MISSING}because its environment has no PYTHONPATH \(start it with env=\{{\*\*os.environ, \.\.\.\}}\)"
 UNKNOWN = {
     "killed": r"was killed before it could report its memory",
     "stopped": SILENT,
     "hanging": SILENT,
-    "cleared": MISSING,
-    "cleared and ended": MISSING,
-    "isolated": MISSING,
+    "cleared": NO_PATH,
+    "cleared and ended": NO_PATH,
+    "isolated": rf"{MISSING}because it runs with python -I \(start it without -I\)",
     "of another release": OTHER_RELEASE,
     "of another release, running": OTHER_RELEASE,
 }

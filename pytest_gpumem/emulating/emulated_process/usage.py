@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import shlex
 import stat
 import sys
 from contextlib import contextmanager, suppress
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem import __version__
 from pytest_gpumem.base.atomic_file import write_atomically
+from pytest_gpumem.base.shown_command import shown_command
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -161,6 +161,8 @@ class ProcessIdentity:
     """The variable with the rank: ``RANK``. Empty without a rank."""
     restart: int = 0
     """The number of times that torchrun has started all ranks again before it started this process."""
+    parent: tuple[str, ...] = ()
+    """The command of the parent process when this process first used the device. Empty if it is unknown."""
 
 
 def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:
@@ -281,7 +283,7 @@ def unmark_as_reporting(folder: Path) -> None:
 def mark_as_uncounted(folder: Path, reason: str) -> None:
     """Write the reason why this process cannot count its memory on the CPU into a file in the folder."""
     with suppress(OSError):
-        text = f"{shlex.join(sys.orig_argv)}\n{reason}"
+        text = f"{shown_command(sys.orig_argv)}\n{reason}"
         _write_mark(folder, UNCOUNTED, text.encode(errors="backslashreplace"))
 
 
@@ -317,7 +319,12 @@ def bytes_of(path: Path) -> bytes:
 
 def text_of(command: bytes) -> str:
     """Return a command from ``/proc/<pid>/cmdline`` for a message."""
-    return " ".join(word.decode(errors="replace") for word in command.split(b"\0") if word)
+    return shown_command(words_of(command))
+
+
+def words_of(command: bytes) -> list[str]:
+    """Return the words of a command from ``/proc/<pid>/cmdline``."""
+    return [word.decode(errors="replace") for word in command.split(b"\0") if word]
 
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:

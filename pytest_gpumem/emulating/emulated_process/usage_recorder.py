@@ -28,9 +28,11 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     OutOfMemory,
     ProcessIdentity,
     ProcessUsage,
+    bytes_of,
     is_own,
     no_kernels,
     rank_in,
+    words_of,
     write_usage,
 )
 from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
@@ -307,7 +309,14 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
         rank=rank,
         rank_variable=rank_variable,
         restart=int(restart) if restart.isdecimal() else 0,
+        parent=_parent(),
     )
+
+
+def _parent() -> tuple[str, ...]:
+    """Return the command of the parent process. It is unknown if the parent has ended, so that process 1 is the parent now."""
+    pid = os.getppid()
+    return tuple(words_of(bytes_of(Path(f"/proc/{pid}/cmdline")))) if pid > 1 else ()
 
 
 def _started() -> int:

@@ -41,7 +41,8 @@ def failing_outcomes(
         failing = outcomes - PASSING
         if not verdict.gated and not failing:
             failing = {Outcome.RECORDED}
-        if any(decided_a_branch(measured.measurement.notes) for measured in verdict.verdicts):
+        is_branch_decided = any(decided_a_branch(measured.measurement.notes) for measured in verdict.verdicts)
+        if is_branch_decided or (verdict.unmeasured_processes and not verdict.unmeasured):
             failing |= {Outcome.UNCERTAIN}
     else:
         failing = outcomes & (FAILING if compares else ALWAYS_FAILING)

@@ -92,6 +92,7 @@ def _merged(verdicts: Sequence[TestVerdict]) -> TestVerdict:
         missing_on=tuple(dict.fromkeys(slug for test in verdicts for slug in test.missing_on)),
         gpu_uses=tuple(use for test in verdicts for use in test.gpu_uses),
         jobs_beside_torch=dict(item for test in verdicts for item in test.jobs_beside_torch.items()),
+        unmeasured_processes=tuple(dict.fromkeys(clause for test in verdicts for clause in test.unmeasured_processes)),
     )
 
 

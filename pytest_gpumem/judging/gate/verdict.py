@@ -25,7 +25,9 @@ class Outcome(str, Enum):
     Each metric gets a verdict. A measurement has the most serious verdict among its metrics. A test has the most serious
     verdict among its measurements. A test that fails by itself is not judged.
 
-    With ``--gpumem-strict``, a test on an emulated GPU also fails if an uncomputed value decided a branch.
+    With ``--gpumem-strict``, a test also fails if it used a process [whose memory was not
+    measured](../guide/servers-and-launched-jobs.md#what-fails-the-test). A test on an emulated GPU also fails if an uncomputed
+    value decided a branch.
     """
 
     RECORDED = "recorded"
@@ -335,9 +337,13 @@ class TestVerdict:
     """The memory outside the test's allocator on each GPU that the test used, as NVML reports it. Without NVML, and on an
     emulated GPU, the array is empty. No baseline stores these figures."""
     jobs_beside_torch: Mapping[str, Count | None] = field(default_factory=dict, metadata=ADDED)
-    """For each process that ``gpumem.launch`` measured, by the name of its measurement: a lower bound for its bytes beside
-    torch on all GPUs. ``None`` if NVML never reported more bytes than the peak of torch's reserved bytes, for example because
-    it did not list the process. NVML was read several times a second."""
+    """For each other process, by the name of its measurement: a lower bound for its bytes beside torch on all GPUs. ``None`` if
+    NVML never reported more bytes than the peak of torch's reserved bytes, for example because it did not list the process.
+    NVML was read several times a second. Without NVML, and on an emulated GPU, the object is empty."""
+
+    unmeasured_processes: tuple[str, ...] = field(default=(), metadata=ADDED)
+    """A clause for each other process in the test whose memory was not measured, although it loads torch or CUDA. For example,
+    it has an environment of its own, so it does not report."""
 
     @property
     def nodeid(self) -> str:

@@ -1,4 +1,4 @@
-"""Find out how many bytes a job's processes hold on GPUs beside torch: their CUDA contexts, libraries and graphs."""
+"""Find out how many bytes other processes hold on GPUs beside torch: their CUDA contexts, libraries and graphs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
+    from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.devices.contract import Device
-    from pytest_gpumem.measuring.jobs.figures import ProcessFigures
 
 
 class ProcessBytes:
-    """The highest bytes that NVML has reported for each of a job's processes, summed over all GPUs."""
+    """The highest bytes that NVML has reported for each process, summed over all GPUs."""
 
     def __init__(self, gpus: Sequence[Device]) -> None:
         """Begin without bytes. ``gpus`` are the GPUs that the test's own process sees."""
@@ -34,8 +34,8 @@ class ProcessBytes:
             self.by_pid[pid] = max(nbytes, self.by_pid.get(pid, 0))
 
 
-def beside_torch(processes: Sequence[ProcessFigures], bytes_by_pid: Mapping[int, int]) -> dict[str, int | None]:
-    """Return a lower bound for each process's bytes beside torch, by the process's name; ``None`` if they were not seen.
+def beside_torch(usages: Sequence[ProcessUsage], bytes_by_pid: Mapping[int, int]) -> dict[int, int | None]:
+    """Return a lower bound for each process's bytes beside torch, by pid; ``None`` if they were not seen.
 
     Whenever NVML is read, torch has reserved at most its peak. For example, NVML reported at most 4.00 GB, and the peak of the
     reserved bytes is 3.40 GB, so at that moment the process held at least 0.60 GB beside torch.
@@ -43,13 +43,13 @@ def beside_torch(processes: Sequence[ProcessFigures], bytes_by_pid: Mapping[int,
     If a program replaced itself by ``exec``, both programs have the same pid, so none of their bytes count as seen.
 
     Args:
-        processes: The figures of a job's processes.
+        usages: The processes' usages in the time in which NVML was read.
         bytes_by_pid: The highest bytes that NVML reported for each process.
     """
-    programs = Counter(process.pid for process in processes)
-    bounds: dict[str, int | None] = {}
-    for process in processes:
-        reserved = sum(metrics["peak_reserved"] for metrics in process.by_gpu.values())
-        bound = bytes_by_pid.get(process.pid, 0) - reserved
-        bounds[process.name] = bound if bound > 0 and programs[process.pid] == 1 else None
+    programs = Counter(usage.process.pid for usage in usages)
+    bounds: dict[int, int | None] = {}
+    for usage in usages:
+        pid = usage.process.pid
+        bound = bytes_by_pid.get(pid, 0) - sum(device.reserved for device in usage.devices)
+        bounds[pid] = bound if bound > 0 and programs[pid] == 1 else None
     return bounds

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, own_children
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from typing_extensions import Self
+
+    from pytest_gpumem.measuring.jobs.processes import Unseen
 
 _LOOK_SECONDS = 0.1
 _MOST_SHARE = 0.05
@@ -33,10 +35,14 @@ class ChildWatch:
     Args:
         folder: The folder for reports.
         older: The pids of children that do not count.
+        look: A function called with the pids of all descendants after each look at them.
     """
 
-    def __init__(self, folder: Path, older: Collection[int]) -> None:
+    def __init__(
+        self, folder: Path, older: Collection[int], look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> None:
         self._older = older
+        self._look_further = look
         self._processes = JobProcesses(folder)
         self._children: set[int] = set()
         self._owner = os.getpid()
@@ -70,8 +76,8 @@ class ChildWatch:
         if not self._thread.is_alive():
             self._thread = None
 
-    def unseen(self) -> tuple[str, ...]:
-        """Return commands: one for each process with torch or CUDA, but without a report. Call this after the context."""
+    def unseen(self) -> tuple[Unseen, ...]:
+        """Return each process with torch or CUDA, but without a report. Call this after the context."""
         if self._owner != os.getpid():
             return ()
         # A look here would wait for the system as long as the thread does.
@@ -97,6 +103,7 @@ class ChildWatch:
         self._children |= new
         if self._processes.is_running():
             self._processes.look()
+            self._look_further(self._processes.pids())
 
 
 def _has_children() -> bool:

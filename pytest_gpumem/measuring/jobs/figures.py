@@ -13,7 +13,9 @@ from itertools import count
 from pathlib import PurePath
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from pytest_gpumem.base.shown_command import shown_words
 from pytest_gpumem.base.units import counted, format_bytes, rounded
+from pytest_gpumem.facts.values.process import ProcessDetails
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -95,6 +97,8 @@ class ProcessFigures:
     """The process's tensors on each GPU."""
     program: str = ""
     """`ProcessName.program`."""
+    details: ProcessDetails | None = None
+    """`Measurement.process`"""
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
@@ -134,6 +138,9 @@ class JobFigures:
     """The sum of `ProcessFigures.gained` over all processes, on the GPU with the largest change."""
     names: Names = Names()
     """The names in this job, for the next step."""
+
+    details: ClassVar[None] = None
+    """Only a process has details."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -182,8 +189,9 @@ def job_figures(
             _gained(usage, gpus),
             {gpus[device.device]: _live(usage, device) for device in usage.devices},
             name.program,
+            _details(usage, number, len(used)),
         )
-        for name, usage in zip(names, used, strict=True)
+        for number, (name, usage) in enumerate(zip(names, used, strict=True), start=1)
     )
     by_gpu, notes = {}, []
     for number, gpu_name in gpus.items():
@@ -363,6 +371,26 @@ def program_name(command: Sequence[str]) -> str:
         elif not word.startswith("-"):
             return PurePath(word).name
     return "python"
+
+
+def shown_process(process: ProcessIdentity) -> tuple[str, ...]:
+    """Return a process's command without secrets.
+
+    An interpreter from `multiprocessing` has the name of its process there: ``("multiprocessing", "SpawnPoolWorker-1")``.
+    """
+    program = program_name(process.command)
+    if process.name and program in ("multiprocessing", "fork"):
+        return (program, process.name)
+    return shown_words([*(PurePath(word).name for word in process.command[:1]), *process.command[1:]])
+
+
+def _details(usage: ProcessUsage, number: int, among: int) -> ProcessDetails:
+    process, parent = usage.process, None
+    if process.parent:
+        program = PurePath(process.parent[0]).name
+        parent = program_name(process.parent) if program.startswith("python") else program
+    still_runs = usage.ended is None
+    return ProcessDetails(number, among, shown_process(process), parent, process.rank, still_runs=still_runs)
 
 
 def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:

@@ -12,11 +12,44 @@ import re
 import signal
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, NamedTuple
 
-from pytest_gpumem.emulating.emulated_process.usage import SEEN, bytes_of, mark_in, stack_start, text_of
+from pytest_gpumem.emulating.emulated_process.before_torch import USAGE
+from pytest_gpumem.emulating.emulated_process.start import STARTUP
+from pytest_gpumem.emulating.emulated_process.usage import (
+    SEEN,
+    bytes_of,
+    mark_in,
+    stack_start,
+    text_of,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
+
+
+_ISOLATING = frozenset("IES")
+"""Options of the Python interpreter with which no process reports. ``-I`` includes ``-E``."""
+_LAST_OPTIONS = frozenset("cmWX")
+"""Options of the Python interpreter after which a word has other letters."""
+
+
+class Unseen(NamedTuple):
+    """A process with torch or CUDA, and without a report."""
+
+    command: str
+    cause: str = ""
+    """A clause with the cause and the remedy; empty if the cause is not known."""
+
+    @property
+    def text(self) -> str:
+        """The process, the fact and the cause as a clause."""
+        because = f", because {self.cause}" if self.cause else ""
+        return f"`{self.command}` loads torch or CUDA, and does not report its memory{because}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +65,8 @@ class _Process:
     stack: bytes = b""
     looks: int = 1
     has_gpu_library: bool = False
+    cause: str = ""
+    """`Unseen.cause`"""
 
 
 class JobProcesses:
@@ -71,18 +106,20 @@ class JobProcesses:
                 replace(earlier, looks=earlier.looks + 1) if earlier and is_same else _Process(start, command, stack)
             )
             if not process.has_gpu_library and not self._reports(pid, process):
-                has_library = _GPU_LIBRARY.search(self._bytes(pid, "maps")) is not None
-                process = replace(process, has_gpu_library=has_library)
+                variables = self._variables_of(pid, command)
+                if _GPU_LIBRARY.search(self._bytes(pid, "maps")) is not None:
+                    cause = why_unseen(words_of(command), variables)
+                    process = replace(process, has_gpu_library=True, cause=cause)
             self._processes[pid] = process
 
     def pids(self) -> frozenset[int]:
         """Return the pids of the processes at the last look."""
         return frozenset(self._processes)
 
-    def unseen(self) -> tuple[str, ...]:
-        """Return commands: one for each process with a GPU library, but without a report."""
+    def unseen(self) -> tuple[Unseen, ...]:
+        """Return each process with a GPU library, but without a report."""
         return tuple(
-            text_of(process.command) or f"process {pid}"
+            Unseen(text_of(process.command) or f"process {pid}", process.cause)
             for pid, process in {**self._gone, **self._processes}.items()
             if process.has_gpu_library and process.looks > 1 and not self._reports(pid, process)
         )
@@ -114,6 +151,20 @@ class JobProcesses:
         command, stack = mark_in(bytes_of(mark))
         return command == process.command or (stack not in (b"", b"0") and stack == process.stack)
 
+    def _variables_of(self, pid: int, command: bytes) -> Sequence[bytes] | None:
+        """Return the environment with which a program began; ``None`` if it is not known.
+
+        A fork of this process began with the environment of this process. A program with a new title may have overwritten
+        its environment.
+        """
+        try:
+            is_fork = command == self._bytes(os.getpid(), "cmdline")
+            variables = [] if is_fork else (self._proc / str(pid) / "environ").read_bytes().rstrip(b"\0").split(b"\0")
+        except OSError:
+            return None
+        is_whole = all(b"=" in variable for variable in variables if variable)
+        return variables if is_whole and not is_fork else None
+
     def _children(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
         for folder in self._proc.glob("[0-9]*"):
@@ -134,6 +185,40 @@ class JobProcesses:
 
     def _bytes(self, pid: int, name: str) -> bytes:
         return bytes_of(self._proc / str(pid) / name)
+
+
+def why_unseen(command: Sequence[str], variables: Sequence[bytes] | None) -> str:
+    """Return a clause on why a Python process does not report, with the remedy; empty if the cause is not known.
+
+    Example:
+        ``why_unseen(["python", "-I", "serve.py"], None)`` returns ``it runs with python -I (start it without -I)``.
+
+    Args:
+        command: The interpreter, its options, the program and the program's arguments.
+        variables: The environment with which the program began: ``[b"PATH=/bin"]``. ``None`` if unknown.
+    """
+    if not command or not PurePath(command[0]).name.startswith("python"):
+        return ""
+    for word in command[1:]:
+        if not word.startswith("-") or word.startswith("--"):
+            break
+        letters = word[1:]
+        until = next((at for at, letter in enumerate(letters) if letter in _LAST_OPTIONS), len(letters))
+        isolating = next((letter for letter in letters[:until] if letter in _ISOLATING), None)
+        if isolating is not None:
+            return f"it runs with python -{isolating} (start it without -{isolating})"
+        if until < len(letters):
+            break
+    if variables is None:
+        return ""
+    values = dict(variable.split(b"=", 1) for variable in variables if variable)
+    paths = values.get(b"PYTHONPATH")
+    for name in ("PYTHONPATH", USAGE):
+        if name.encode() not in values:
+            return f"its environment has no {name} (start it with env={{**os.environ, ...}})"
+    if os.fsencode(STARTUP) not in (paths or b"").split(os.pathsep.encode()):
+        return 'its PYTHONPATH was replaced (add os.environ["PYTHONPATH"] to it)'
+    return ""
 
 
 def is_running(pid: int, started: int) -> bool:

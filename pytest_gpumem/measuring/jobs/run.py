@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import tempfile
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
+    from pytest_gpumem.measuring.jobs.processes import Unseen
 
 _LIVE_SECONDS = 0.2
 """The seconds between two looks at a process's peaks. If they have changed, the process writes them."""
@@ -41,8 +42,8 @@ class FinishedJob:
     errors: str
     usages: tuple[ProcessUsage, ...]
     """The usage of each process with CUDA."""
-    unseen: tuple[str, ...]
-    """The commands of processes with torch or CUDA, and without a report on their usage."""
+    unseen: tuple[Unseen, ...]
+    """The processes with torch or CUDA, and without a report on their usage."""
     invalid: tuple[str, ...] = ()
     """A sentence for each process with an invalid report."""
     alive: tuple[str, ...] = ()
@@ -74,7 +75,7 @@ def run_job(
         JobError: The command cannot be started, or takes longer than ``timeout``.
     """
     if not folder.is_dir():
-        raise JobError(f"`{shlex.join(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
+        raise JobError(f"`{shown_command(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name:
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
@@ -89,7 +90,7 @@ def run_job(
             if deadline is not None and time.monotonic() > deadline:
                 processes.kill()
                 raise JobError(
-                    f"`{shlex.join(command)}` did not end within timeout={timeout:g} seconds, and was ended"
+                    f"`{shown_command(command)}` did not end within timeout={timeout:g} seconds, and was ended"
                     + _tail(_text(output) + _text(errors))
                 )
 
@@ -105,7 +106,7 @@ def run_job(
                 started=processes.begin,
             )
         except OSError as error:
-            raise JobError(f"`{shlex.join(command)}` cannot be started: {error.strerror or error}") from None
+            raise JobError(f"`{shown_command(command)}` cannot be started: {error.strerror or error}") from None
         processes.look()
         until = time.monotonic() + _GRACE_SECONDS
         while processes.alive() and time.monotonic() < until:
@@ -137,7 +138,7 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
 def failure(command: Sequence[str], job: FinishedJob) -> str:
     """Return a message about a failed command, with the last lines of its output."""
     how = f"ended with exit status {job.status}" if job.status >= 0 else f"was ended by signal {-job.status}"
-    return f"`{shlex.join(command)}` {how}{_tail(job.output + job.errors)}"
+    return f"`{shown_command(command)}` {how}{_tail(job.output + job.errors)}"
 
 
 def _tail(text: str) -> str:

@@ -7,7 +7,6 @@ the begin and the end of a window, running processes are asked for their figures
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import socket
 import stat
@@ -19,6 +18,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
 from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
 from pytest_gpumem.emulating.emulated_process.usage import (
@@ -35,13 +36,15 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     uncounted_in,
 )
 from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
+from pytest_gpumem.measuring.jobs.figures import shown_process
 from pytest_gpumem.measuring.jobs.processes import is_running, own_children
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessUsage
+    from pytest_gpumem.measuring.jobs.processes import Unseen
 
 ANSWER_SECONDS = 10.0
 """A process has this many seconds to answer. A stopped process does not, and neither does a process in a long call with the
@@ -83,8 +86,8 @@ class WindowUsage:
     """The last reports of running processes that did not answer in time."""
     unknown: tuple[str, ...] = ()
     """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
-    unseen: tuple[str, ...] = ()
-    """The commands of processes with torch or CUDA, and without reports."""
+    unseen: tuple[Unseen, ...] = ()
+    """The processes with torch or CUDA, and without reports."""
     importing: tuple[str, ...] = ()
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
     uncounted: tuple[tuple[str, str], ...] = ()
@@ -97,7 +100,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     killed: dict[_Key, ProcessUsage] = {}
     silent: dict[_Key, ProcessUsage] = {}
     unknown: dict[str, None] = {}
-    unseen: dict[str, None] = {}
+    unseen: dict[Unseen, None] = {}
     importing: dict[str, None] = {}
     uncounted: dict[tuple[str, str], None] = {}
     for part in parts:
@@ -225,15 +228,20 @@ class ProcessWindows:
             record_fork(self.variables({}))
 
     @contextmanager
-    def window(self, *, record: bool = False) -> Iterator[Window]:
+    def window(
+        self, *, record: bool = False, look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> Iterator[Window]:
         """Read the figures of all processes within the context. A window may contain other windows.
 
         Args:
             record: Whether the processes record their allocations.
+            look: A function called several times a second with the pids of all descendants, in another thread.
         """
         window = Window()
         flag = self._folder / RECORD
         if record:
+            if not self._folder.is_dir():
+                raise MeasuringError(self._removed)
             flag.touch()
         try:
             # Without an answer now, a process has no new peaks, so its figures in this window will be too large.
@@ -242,16 +250,27 @@ class ProcessWindows:
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
             marks, earlier = set(self._folder.glob(f"*{SEEN}")), set(self._folder.glob(f"*{UNCOUNTED}"))
-            with ChildWatch(self._folder, self._older) as watch:
+            with ChildWatch(self._folder, self._older, look) as watch:
                 yield window
             flag.unlink(missing_ok=True)
             self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
             unseen = watch.unseen()
+            if unseen and not self._folder.is_dir():
+                # No process can report, so another cause of being unseen would be a guess.
+                window.parts.append(WindowUsage(unknown=(self._removed,)))
+                unseen = ()
             uncounted = tuple(map(uncounted_in, set(self._folder.glob(f"*{UNCOUNTED}")) - earlier))
             window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
         finally:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]
+
+    @property
+    def _removed(self) -> str:
+        return (
+            f"the folder {self._folder} was removed while the session ran, and other processes report their memory there, so "
+            "their memory is not known. Let no test remove folders that it has not made"
+        )
 
     def divide(self) -> WindowUsage:
         """End a part of all open windows, and return the processes in this part."""
@@ -446,7 +465,7 @@ def _parents() -> list[Path]:
 
 def command_text(usage: ProcessUsage) -> str:
     """Return a process's command for a message."""
-    return shlex.join(usage.process.command)
+    return shown_command(shown_process(usage.process))
 
 
 def _remove_abandoned() -> None:

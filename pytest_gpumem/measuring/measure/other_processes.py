@@ -26,6 +26,7 @@ from pytest_gpumem.measuring.measure.settling import StepFigures, figures_of_ste
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from pytest_gpumem.facts.values.process import ProcessDetails
     from pytest_gpumem.measuring.jobs.figures import JobFigures, Names, ProcessFigures
     from pytest_gpumem.measuring.measure.reading import ByDevice
 
@@ -44,6 +45,9 @@ class Remarks(NamedTuple):
     gained_before: int = 0
     """`Measurement.gained_before`"""
     imbalance: float | None = None
+    details: ProcessDetails | None = None
+    """`Measurement.process`"""
+    pids: tuple[int, ...] = ()
 
 
 class StepProcesses:
@@ -78,7 +82,12 @@ class StepProcesses:
             return Remarks(self._jobs[-1].notes, self._jobs[0].gained_before, self._jobs[-1].imbalance)
         figures = [each for job in self._jobs for each in job.processes if each.name == process]
         notes = dict.fromkeys(note for each in figures for note in each.notes)
-        return Remarks(tuple(notes), figures[0].gained_before)
+        return Remarks(
+            tuple(notes),
+            figures[0].gained_before,
+            details=figures[-1].details,
+            pids=tuple(each.pid for each in figures),
+        )
 
 
 def beside_processes(own: ByDevice, job: JobFigures) -> ByDevice:

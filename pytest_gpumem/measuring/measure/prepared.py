@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_gpumem.facts.values.composition import Explanation
+    from pytest_gpumem.facts.values.process import ProcessDetails
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.explain.owners import TensorOwners
     from pytest_gpumem.measuring.explain.sites import Site
@@ -73,6 +74,10 @@ class MeasuredStep:
     """`Measurement.gained_before`"""
     imbalance: float | None = None
     """The largest peak of a rank divided by the smallest, for all processes together."""
+    process: ProcessDetails | None = None
+    """`Measurement.process`"""
+    pids: tuple[int, ...] = ()
+    """The pids of the process in the runs of the step. A step may start a new process in each run."""
 
     @property
     def is_own(self) -> bool:
@@ -145,6 +150,8 @@ def with_processes(
             (*figures.notes(), *remarks.notes),
             gained_before=remarks.gained_before,
             imbalance=remarks.imbalance,
+            process=remarks.details,
+            pids=remarks.pids,
         )
     return replace(step, processes=measured) if measured else step
 

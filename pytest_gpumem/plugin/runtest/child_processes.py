@@ -23,13 +23,16 @@ from pytest_gpumem.measuring.jobs.figures import (
 from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, command_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.jobs.figures import Names
     from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
+
+_POOL_WORKER = "PoolWorker-"
+"""A part of the name that `multiprocessing.Pool` gives to a worker: ``SpawnPoolWorker-1``."""
 
 
 class SessionProcesses:
@@ -59,9 +62,11 @@ class SessionProcesses:
         if self._extends_path and str(STARTUP) in sys.path:
             sys.path.remove(str(STARTUP))
 
-    def window(self, *, record: bool = False) -> AbstractContextManager[Window]:
-        """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
-        return self._windows.window(record=record)
+    def window(
+        self, *, record: bool = False, look: Callable[[frozenset[int]], None] = lambda _: None
+    ) -> AbstractContextManager[Window]:
+        """Return the context `ProcessWindows.window`."""
+        return self._windows.window(record=record, look=look)
 
     def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.
@@ -138,7 +143,9 @@ def check_processes(window: WindowUsage, device: Device) -> None:
             "known. It is stopped, or in a long call that keeps Python's lock"
         )
     for usage in window.killed:
-        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; end it by terminate() and not by kill()")
+        is_in_pool = _POOL_WORKER in usage.process.name
+        mend = "end its pool by close() and join()" if is_in_pool else "end it by terminate() and not by kill()"
+        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}; {mend}")
     active = tuple(filter(is_active, window.usages))
     for usage in active:
         if usage.without_statistics:
@@ -150,11 +157,11 @@ def check_processes(window: WindowUsage, device: Device) -> None:
         raise MeasuringError(invalid)
 
 
-def notes_on_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
-    """Return a note for each process whose memory does not count."""
+def unmeasured_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
+    """Return a clause for each process whose memory does not count."""
     lacking = _lacking(device)
     uncounted = window.uncounted if lacking is None else [(command, lacking) for command in window.importing]
     return (
-        *(f"{NOT_SEEN}: `{command}` loads torch or CUDA, and does not report its memory" for command in window.unseen),
+        *(f"{NOT_SEEN}: {process.text}" for process in window.unseen),
         *(f"not counted: `{command}` loads torch, and {reason}" for command, reason in uncounted),
     )

@@ -170,6 +170,8 @@ class JudgedMeasurement:
 
     verdict: Verdict
     baseline: Baseline | NoBaseline | None
+    pids: tuple[int, ...] = ()
+    """The pids of the measured processes, if these are other processes than the test's own."""
 
     @property
     def measurement(self) -> Measurement:

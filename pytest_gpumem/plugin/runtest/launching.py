@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import CannotRun, JobError
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
@@ -70,12 +71,21 @@ def launch(
         raise TypeError(f"gpumem.launch() needs a number of seconds above 0 as timeout, got {timeout!r}")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise TypeError(f"gpumem.launch() needs a whole number of 1 or more as ranks, got {ranks!r}")
+    for variable, value in (env or {}).items():
+        if not isinstance(variable, str) or not isinstance(value, (str, os.PathLike)):
+            raise TypeError(
+                f"gpumem.launch() needs texts in env, got {type(value).__name__} for {variable!r}; write str(...)"
+            )
     lacking = run.device.lacks("processes")
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")
     run.device.quiesce()
     process_bytes = ProcessBytes(run.device.everywhere)
-    variables = {**os.environ, **run.device.variables_of_processes(), **(env or {})}
+    variables = {
+        **os.environ,
+        **run.device.variables_of_processes(),
+        **{variable: os.fspath(value) for variable, value in (env or {}).items()},
+    }
     environment, folder = variables, Path.cwd() if cwd is None else Path(cwd)
 
     def run_once(*, record: bool) -> tuple[FinishedJob, JobFigures]:
@@ -103,8 +113,7 @@ def launch(
     )
     by_name = {process.name: judged for process, judged in zip(figures.processes, of_processes, strict=True)}
     if process_bytes.is_read:
-        for process_name, nbytes in beside_torch(figures.processes, process_bytes.by_pid).items():
-            run.jobs_beside_torch[by_name[process_name].measurement.name] = nbytes
+        run.keep_beside_torch(of_processes, beside_torch(job.usages, process_bytes.by_pid))
     return job, judged_job, by_name
 
 
@@ -120,12 +129,16 @@ def _checked(command: Any) -> list[str]:
 
 def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:
     """Raise `JobError` if the figures would be too low, or if the job has other ranks than declared."""
-    shown = shlex.join(command)
+    shown = shown_command(command)
     if job.unseen:
+        process, cause = job.unseen[0]
+        likely = (
+            "does not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or "
+            "uses a GPU without torch"
+        )
         raise JobError(
-            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {job.unseen[0]}. It does "
-            "not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or uses a GPU "
-            "without torch"
+            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {process}. "
+            + (cause[0].upper() + cause[1:] if cause else f"It {likely}")
         )
     if job.invalid:
         raise JobError(f"`{shown}`: {job.invalid[0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
 from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
+from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.counterparts import new_names
 from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFigures
 from pytest_gpumem.measuring.jobs.windows import Window
@@ -21,7 +22,7 @@ from pytest_gpumem.measuring.measure.growth import WINDOW
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
 from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
-from pytest_gpumem.plugin.runtest.child_processes import check_processes, figures_of_processes, notes_on_processes
+from pytest_gpumem.plugin.runtest.child_processes import check_processes, figures_of_processes, unmeasured_processes
 from pytest_gpumem.plugin.runtest.explaining import call_again
 from pytest_gpumem.plugin.runtest.gpu_use import at_end
 from pytest_gpumem.plugin.runtest.judging import NOT_TIMED
@@ -32,7 +33,6 @@ from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.values.gpu_use import GpuUse
@@ -99,8 +99,10 @@ class TestRun:
     """True during the test's call."""
     gpu_uses: tuple[GpuUse, ...] = ()
     """The memory outside this process's allocator before the test's set-up."""
-    jobs_beside_torch: dict[str, int | None] = field(default_factory=dict)
+    beside_torch: dict[str, int | None] = field(default_factory=dict)
     """`TestVerdict.jobs_beside_torch` so far."""
+    unmeasured_processes: dict[str, None] = field(default_factory=dict)
+    """`TestVerdict.unmeasured_processes` so far."""
     has_failed_subtest: bool = False
     """True if a subtest failed, so the test may have skipped some measurements."""
     _errors: list[BaseException] = field(default_factory=list)
@@ -113,6 +115,8 @@ class TestRun:
     _known_at_call: BlockIds = frozenset()
     """The blocks that the device knew when the call began."""
     _made_by_call: NewTensors | None = None
+    _beside_torch: Mapping[int, int | None] | None = None
+    """The bytes beside torch in the last window by pid, from `beside_torch`; ``None`` if NVML was not read."""
     _attributes: frozenset[str] = frozenset()
     """The attributes of the test's instance when its call began."""
     _under_way: list[str] = field(default_factory=list)
@@ -138,7 +142,12 @@ class TestRun:
             judged = [judged_measurement.with_changes() for judged_measurement in self.judged]
             verdict = self.judging.verdict(judged, self.relations)
         missing = () if self.has_failed_subtest else self.judging.missing(judged, self._environment.slug)
-        verdict = replace(verdict, missing=missing, jobs_beside_torch=dict(self.jobs_beside_torch))
+        verdict = replace(
+            verdict,
+            missing=missing,
+            jobs_beside_torch=dict(self.beside_torch),
+            unmeasured_processes=tuple(self.unmeasured_processes),
+        )
         return replace(verdict, gpu_uses=at_end(self.device, self.gpu_uses)) if self.gpu_uses else verdict
 
     def refused(self, why: str) -> TestVerdict:
@@ -268,9 +277,17 @@ class TestRun:
             if new_tensors is not None:
                 new_tensors.record()
 
-    def processes_window(self) -> AbstractContextManager[Window]:
-        """Return a context that reads the figures of the processes that the session starts."""
-        return nullcontext(Window()) if self.processes is None else self.processes.window()
+    @contextmanager
+    def processes_window(self) -> Iterator[Window]:
+        """Read the figures of the processes that the session starts, within the context."""
+        if self.processes is None:
+            yield Window()
+            return
+        process_bytes = ProcessBytes(self.device.everywhere)
+        with self.processes.window(look=process_bytes.look) as window:
+            yield window
+        self._beside_torch = beside_torch(window.usage.usages, process_bytes.by_pid) if process_bytes.is_read else None
+        self.unmeasured_processes |= dict.fromkeys(unmeasured_processes(window.usage, self.device))
 
     def _keep_once(
         self, figures: ByDevice, window: Window, judge: Callable[[ByDevice], JudgedMeasurement]
@@ -301,15 +318,15 @@ class TestRun:
             job = figures_of_processes(window.usage, self.device, own_peaks)
         except MeasuringError:
             if has_own:
-                self._keep_all(JudgedStep(own), window)
+                self._keep_all(JudgedStep(own))
             raise
         if not job.processes:
-            return self._keep_all(JudgedStep(own), window)
+            return self._keep_all(JudgedStep(own))
         name = without_rank(own.measurement.name)
         job = self.with_names_by_baseline(job, name)
         processes = self.judge_processes(job.processes, name)
         of_all = self.judge_job(Workload(PROCESSES), job, f"{name}: {ALL}")
-        return self._keep_all(JudgedStep(own if has_own else None, processes, of_all), window)
+        return self._keep_all(JudgedStep(own if has_own else None, processes, of_all))
 
     def keep_step(self, judged: JudgedStep, window: Window) -> Measurement:
         """Add a step's measurements.
@@ -324,19 +341,26 @@ class TestRun:
         Raises:
             MeasuringError: The memory of another process is not known. The measurements are added before.
         """
-        measurement = self._keep_all(judged, window)
+        measurement = self._keep_all(judged)
         check_processes(window.usage, self.device)
         return measurement
 
-    def _keep_all(self, judged: JudgedStep, window: Window) -> Measurement:
-        """Add measurements, with notes on processes whose memory does not count."""
-        notes = notes_on_processes(window.usage, self.device)
-        *parts, last = [part for part in (judged.own, *judged.processes, judged.of_all) if part is not None]
-        kept = [self.keep(part) for part in (*parts, last.with_notes(notes) if notes else last)]
-        if self.lost is not None and judged.of_all is None:
-            # A process that does not report may be the reason.
-            self.lost = "; ".join((self.lost, *notes))
+    def _keep_all(self, judged: JudgedStep) -> Measurement:
+        """Add measurements."""
+        self.keep_beside_torch(judged.processes, self._beside_torch)
+        parts = (judged.own, *judged.processes, judged.of_all)
+        kept = [self.keep(part) for part in parts if part is not None]
         return kept[-1 if judged.own is None else 0]
+
+    def keep_beside_torch(
+        self, processes: Sequence[JudgedMeasurement], bounds: Mapping[int, int | None] | None
+    ) -> None:
+        """Add the processes' bytes beside torch (`beside_torch`). ``bounds`` is ``None`` if NVML was not read."""
+        if bounds is None:
+            return
+        for judged in processes:
+            seen = [bound for bound in map(bounds.get, judged.pids) if bound is not None]
+            self.beside_torch[judged.measurement.name] = max(seen, default=None)
 
     def keep_script(self, figures: ByDevice, window: Window) -> Measurement | None:
         """Add the measurements of a script without steps, if other processes used a GPU.
@@ -365,7 +389,8 @@ class TestRun:
         return [self._judge_process(process, process.name, name) for process in processes]
 
     def _judge_process(self, process: ProcessFigures, process_name: str, job_name: str) -> JudgedMeasurement:
-        return self.judge_job(Workload(PROCESS), process, f"{job_name}: {process_name}")
+        judged = self.judge_job(Workload(PROCESS), process, f"{job_name}: {process_name}")
+        return replace(judged, pids=(process.pid,))
 
     def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
         """Return a job whose processes with the same program have the names of the baselines they fit.
@@ -469,7 +494,13 @@ class TestRun:
         Several ranks explain no other processes, because the other ranks may not run the step again with this rank.
         """
         names = [process for process in step.processes if process != ALL]
-        judged = [self.judging.judge(self._measurement_of(step.processes[each], f"{name}: {each}")) for each in names]
+        judged = [
+            replace(
+                self.judging.judge(self._measurement_of(step.processes[each], f"{name}: {each}")),
+                pids=step.processes[each].pids,
+            )
+            for each in names
+        ]
         if self.judging.ranks.rank is not None:
             return judged
         growing = {each for each in names if any(step.processes[each].figures.growth.values())}
@@ -508,7 +539,10 @@ class TestRun:
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
             device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
-            self.lost = f"{measurement.name} held no tensor on {device}: {HELD_NOTHING}"
+            held_nothing = f"{measurement.name} held no tensor on {device}"
+            # If another process may have the tensors, advice on this process would mislead.
+            processes = "; ".join(self.unmeasured_processes)
+            self.lost = f"{processes}; {held_nothing}" if processes else f"{held_nothing}: {HELD_NOTHING}"
         self.judged.append(judged)
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
@@ -538,6 +572,7 @@ class TestRun:
             name,
             figures.notes,
             gained_before=figures.gained_before,
+            process=figures.details,
             by_device=figures.by_gpu if len(figures.by_gpu) > 1 else {},
         )
         return self.judging.judge(measurement)
@@ -581,6 +616,7 @@ class TestRun:
             workspaces=max(on_device.memory.workspaces for on_device in devices.values()),
             unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
             gained_before=step.gained_before,
+            process=step.process,
             by_device=by_device,
             step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )

@@ -21,7 +21,6 @@ from pytest_gpumem.measuring.measure.looped import FEWEST_STEPS, FirstStep, Prep
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measuring.steps.batches import number_of_steps, work_of_items
-from pytest_gpumem.plugin.runtest.child_processes import notes_on_processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,8 +161,8 @@ class MeasuredLoop:
                 )
             if not self._is_script:
                 raise MeasuringError(f"{_NO_STEP}. {_NO_OPTIMIZER}")
-            notes = notes_on_processes(self._window.usage, self._run.device)
-            raise MeasuringError("; ".join((f"{_NO_STEP}, and no process that reports used a GPU", *notes)))
+            no_figures = f"{_NO_STEP}, and no process that reports used a GPU"
+            raise MeasuringError("; ".join((*self._run.unmeasured_processes, no_figures)))
 
     def _end_window(self) -> None:
         """End the window of other processes, if it has not ended. Read the figures of a script without steps."""

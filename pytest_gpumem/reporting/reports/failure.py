@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.command_name import command_name
 from pytest_gpumem.base.units import UnitSystem, format_ratio
 from pytest_gpumem.facts.metrics import METRICS, Kind
-from pytest_gpumem.facts.values.option_words import NOT_SEEN
 from pytest_gpumem.facts.values.unknown_reads import decided_a_branch
 from pytest_gpumem.judging.gate.failing import failing_metrics
 from pytest_gpumem.judging.gate.speed import update_that_adds_time
@@ -18,7 +17,15 @@ from pytest_gpumem.judging.times.intervals import LEVEL
 from pytest_gpumem.reporting.reports.explanation import explanation_blocks
 from pytest_gpumem.reporting.reports.gpu_use import gpu_use_lines
 from pytest_gpumem.reporting.reports.layout import Screen, columns, without_empty
-from pytest_gpumem.reporting.reports.values import difference, on_device, peaks_by_device, shown, texts_of, tolerated
+from pytest_gpumem.reporting.reports.values import (
+    difference,
+    on_device,
+    peaks_by_device,
+    remarks_on,
+    shown,
+    texts_of,
+    tolerated,
+)
 from pytest_gpumem.reporting.reports.view import origin_line
 
 if TYPE_CHECKING:
@@ -73,14 +80,21 @@ def failure_text(
             f"  baseline: {legible(names)}, but no figures were compared with it\n"
             f"  mend:     {mend}" + (f"\n  accept:   {accept}" if accept else "")
         )
+    processes = [legible(process) for process in verdict.unmeasured_processes]
     if missing is not None and not verdict.verdicts:
-        problem = legible(f"Measurement missing: {missing}")
+        problem = _with_notes(legible(f"Measurement missing: {missing}"), processes)
         return f"{problem}\n\n  mend:     take the measurement again, or remove its baseline from the store"
     failed = [part for part in verdict.verdicts if any(metric.outcome in failing for metric in part.metrics)]
-    blocks = [] if missing is None else [_missing_block(verdict, missing)]
-    if failed or missing is None:
+    shown = failed or [part for part in verdict.verdicts if decided_a_branch(part.measurement.notes)]
+    blocks = []
+    if missing is not None:
+        blocks.append(_with_notes(legible(f"Measurement missing: {missing}"), processes))
+    elif processes and not shown:
+        blocks.append(_with_notes(f"Not certain (required by --gpumem-strict): {processes[0]}", processes[1:]))
+    if failed or not blocks:
         several = len(verdict.verdicts) > 1
-        blocks += [_block(part, failing, units, several, memory) for part in failed or verdict.verdicts]
+        blocks += [_block(part, failing, units, several, memory) for part in shown or verdict.verdicts]
+        blocks += [_with_notes("", processes)] if processes and missing is None else []
     if any(metric.outcome in failing and metric.outcome in WORSE for part in failed for metric in part.metrics):
         uses = gpu_use_lines(verdict.gpu_uses, units, verdict.jobs_beside_torch)
         blocks += ["\n".join(f"  note: {line}" for line in uses)] if uses else []
@@ -94,11 +108,8 @@ def failure_text(
     return "\n\n".join([*blocks, *(["\n".join(mending)] if mending else [])])
 
 
-def _missing_block(verdict: TestVerdict, missing: str) -> str:
-    """Return the text about missing measurements. A process without a report may be the reason."""
-    notes = [note for part in verdict.verdicts for note in part.measurement.notes if note.startswith(NOT_SEEN)]
-    lines = [f"Measurement missing: {missing}", *(f"  note: {note}" for note in notes)]
-    return "\n".join(map(Screen().legible, lines))
+def _with_notes(headline: str, notes: Iterable[str]) -> str:
+    return "\n".join([*filter(None, [headline]), *(f"  note: {note}" for note in notes)])
 
 
 def accept_command(
@@ -175,7 +186,7 @@ def _block(verdict: Verdict, failing: frozenset[Outcome], units: UnitSystem, sev
     reasons = _reasons(verdict, _failed_by(verdict, failing), lines[0])
     notes = [
         *reasons,
-        *(note for note in verdict.measurement.notes if not any(note in line for line in (lines[0], *reasons))),
+        *(note for note in remarks_on(verdict.measurement) if not any(note in line for line in (lines[0], *reasons))),
     ]
     if verdict.measurement.workload.step == "region" and verdict.measurement.explanation is None and explained:
         notes.append(_REGION)

@@ -22,8 +22,8 @@ from pytest_gpumem.reporting.reports.matrix import legend_of, matrices, matrix_c
 from pytest_gpumem.reporting.reports.places import first_row
 from pytest_gpumem.reporting.reports.ranks import peaks_by_rank, rank_cells
 from pytest_gpumem.reporting.reports.short_failures import explained_before
-from pytest_gpumem.reporting.reports.summary import device_lines, reasons
-from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, shown, texts_of
+from pytest_gpumem.reporting.reports.summary import device_lines, reasons, unmeasured_processes
+from pytest_gpumem.reporting.reports.values import change, has_column, peaks_by_device, remarks_on, shown, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line, rows_of, shown_measurements, state_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _parts(report: SessionReport) -> Iterator[_Part]:
     not_compared = reasons(
         (result.verdict for result in report.results if not result.failed), report.terms.units, report.terms.update
     )
-    not_compared += report.of_measuring
+    not_compared += [*report.of_measuring, *unmeasured_processes(result.verdict for result in report.results)]
     if not_compared:
         yield _Part(_NOT_COMPARED, "what was not compared", "\n".join(f"- {plain(reason)}" for reason in not_compared))
     unused = [unused_line(report.unused)] if report.unused and report.passed else []
@@ -191,7 +191,7 @@ def _figures(row: ReportRow, units: UnitSystem) -> str:
             blocks.append(f"**{plain(verdict.measurement.name)}**")
         blocks.append(_metrics(measured, units))
         blocks += _explained(verdict, units)
-        notes = [*(metric.reason for metric in verdict.metrics if metric.reason), *verdict.measurement.notes]
+        notes = [*(metric.reason for metric in verdict.metrics if metric.reason), *remarks_on(verdict.measurement)]
         by_device = peaks_by_device(verdict.measurement, units)
         notes += [] if by_device is None else [by_device]
         if notes:

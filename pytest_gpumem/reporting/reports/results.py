@@ -289,6 +289,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
 
     - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
       ``uncertain`` tests, and also tests ``with no baseline of time yet``, whose memory and counts were compared.
+    - Tests ``with processes that were not measured`` are counted once more. Their other processes do not all report.
     - Other tests were not compared with a baseline, and a word such as ``new`` says why. For example, ``"2 gated, 3 new (2 also
       gated)"`` counts three new tests, two of which were compared with a budget.
     - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
@@ -326,6 +327,9 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
         parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
     if not_run:
         parts.append(f"{not_run} did not finish")
+    with_processes = sum(bool(result.verdict.unmeasured_processes) for result in measured)
+    if with_processes:
+        parts.append(f"{with_processes} with processes that were not measured")
     without_time = sum(result.verdict.lacks_time for result in not_recorded if not result.verdict.failed_by_itself)
     if without_time and Outcome.NEW not in ACCEPTS[update]:
         parts.append(f"{without_time} with {NO_TIME}")

@@ -14,7 +14,7 @@ from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Sty
 from pytest_gpumem.reporting.reports.values import deciding_change, has_column, peaks_by_device, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from pytest_gpumem.base.units import UnitSystem
     from pytest_gpumem.facts.values.option_words import UpdateMode
@@ -223,7 +223,24 @@ def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
             note for note in measurement.verdict.measurement.notes if not _is_in_failure(measurement.test, note)
         ):
             titles_by_note.setdefault(note, []).append(measurement.title)
-    return [f"note: {_first_of(titles)}: {note}" for note, titles in titles_by_note.items()]
+    return [f"note: {note}" for note in _with_titles(titles_by_note)]
+
+
+def unmeasured_processes(tests: Iterable[TestVerdict]) -> list[str]:
+    """Return a clause for each process that was not measured, with its first test and the number of its other tests.
+
+    A clause is omitted if its test's failure text or reason already contains it.
+    """
+    titles_by_note: dict[str, list[str]] = {}
+    for test in tests:
+        for process in test.unmeasured_processes:
+            if not _is_in_failure(test, process) and process not in (test.unmeasured or ""):
+                titles_by_note.setdefault(process, []).append(test.nodeid)
+    return _with_titles(titles_by_note)
+
+
+def _with_titles(titles_by_note: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{_first_of(titles)}: {note}" for note, titles in titles_by_note.items()]
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:

@@ -23,6 +23,7 @@ from pytest_gpumem.reporting.reports.summary import (
     recording_notes,
     summary_table,
     to_be_shown,
+    unmeasured_processes,
     unstored_times,
 )
 from pytest_gpumem.reporting.reports.values import change, shown
@@ -163,7 +164,11 @@ def terminal_text(report: SessionReport, screen: Screen, verbosity: int = 0, *, 
         pieces += map(_line, device_lines(chosen, units))
     if not quiet:
         compared = (result.verdict for result in report.results if result.verdict.verdicts)
-        remarks = [*reasons(compared, units, report.terms.update), *notes(measured)]
+        remarks = [
+            *reasons(compared, units, report.terms.update),
+            *notes(measured),
+            *(f"note: {clause}" for clause in unmeasured_processes(result.verdict for result in report.results)),
+        ]
         pieces += map(_line, remarks if everything else first_remarks(remarks))
         pieces += [NOTHING] if pieces else []
         ranks = peaks_by_rank(report.results)
@@ -227,7 +232,7 @@ def _style_of(report: SessionReport) -> Style | None:
     # Ignore failed tests that are not measured, because the line does not count them.
     if "bad" in styles or not replace(report, unmeasured_failures=0).passed:
         return "bad"
-    if "doubtful" in styles:
+    if "doubtful" in styles or any(result.verdict.unmeasured_processes for result in report.results):
         return "doubtful"
     return "good" if any(result.verdict.gated for result in report.results) else None
 

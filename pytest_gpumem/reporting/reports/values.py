@@ -40,6 +40,12 @@ class MetricTexts:
     """The outcome in words."""
 
 
+def remarks_on(measurement: Measurement) -> tuple[str, ...]:
+    """Return the details of a measurement's process and the notes, each a clause."""
+    details = () if measurement.process is None else (measurement.process.text,)
+    return (*details, *measurement.notes)
+
+
 def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
     """Return the texts for a metric's row in a table."""
     return MetricTexts(

@@ -203,6 +203,7 @@ def _notes(result: TestResult, update: UpdateMode | None) -> Iterable[str]:
     verdict = result.verdict
     if verdict.unmeasured and not verdict.failed_by_itself:
         yield f"not measured: {verdict.unmeasured}"
+    yield from (process for process in verdict.unmeasured_processes if process not in (verdict.unmeasured or ""))
     if verdict.missing_text is not None:
         yield verdict.missing_text
     if result.failed and verdict.failure is None and not verdict.unmeasured:

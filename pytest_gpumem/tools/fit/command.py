@@ -15,6 +15,7 @@ import click
 from pytest_gpumem.base.errors import EmulationError, StopSignal
 from pytest_gpumem.base.processes import recorded_signals
 from pytest_gpumem.base.units import counted, word_form
+from pytest_gpumem.emulating.emulated_process.usage import InvalidReport
 from pytest_gpumem.emulating.emulation.gpus import DEFAULT, Gpu, emulated_gpu, known_gpus
 from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES, prepare
 from pytest_gpumem.reporting.reports.layout import laid_out
@@ -279,6 +280,8 @@ def _try_all(
             run = runs.on(gpu, extra_variables)
         except OSError as error:
             raise InputError(f"{program}: {error.strerror or error}") from None
+        except InvalidReport as error:
+            raise InputError(str(error)) from None
         result = result_of(run, gpu, CONTEXT_BYTES)
         line.write(f"{'' if jobs == 1 else begin}{progress(result, str(Path.cwd()))}\n")
         return result

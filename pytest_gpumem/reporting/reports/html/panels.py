@@ -22,7 +22,7 @@ from pytest_gpumem.reporting.reports.explanation import (
 )
 from pytest_gpumem.reporting.reports.html.charts import over_time_chart, rounds_chart
 from pytest_gpumem.reporting.reports.results import ACCEPTED
-from pytest_gpumem.reporting.reports.values import MetricTexts, peaks_by_device, texts_of
+from pytest_gpumem.reporting.reports.values import MetricTexts, peaks_by_device, remarks_on, texts_of
 from pytest_gpumem.reporting.reports.view import origin_line
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _notes(verdict: Verdict, units: UnitSystem) -> Iterable[str]:
         yield by_device
     if verdict.reason:
         yield verdict.reason
-    yield from measurement.notes
+    yield from remarks_on(measurement)
     if not measurement.settled:
         yield "the step had not settled: the step's runs did not have the same peak"
     if measurement.recomputed:

@@ -1,0 +1,43 @@
+"""A process that a test, its fixtures or its session started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pytest_gpumem.base.shown_command import shown_command
+from pytest_gpumem.facts.values.annotations import Count
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDetails:
+    """The process of a measurement such as ``call: -m vllm.entrypoints``. No verdict depends on it, and no baseline stores it.
+
+    Example: ``ProcessDetails(2, 3, ("python", "-m", "vllm.entrypoints", "--api-key", "***"), "torchrun", still_runs=True)``
+    """
+
+    number: Count
+    """The process's position among the test's processes on the device, in the order of their ranks and starts. The first has
+    the number 1."""
+    among: Count
+    """The number of the test's processes on the device."""
+    command: tuple[str, ...] = ()
+    """The program with its arguments. The value of an option or variable whose name contains key, token, secret, password or
+    credential is ``***``, and a long command is cut. A process from ``multiprocessing`` has the name there instead:
+    ``("multiprocessing", "SpawnProcess-1")``."""
+    parent: str | None = None
+    """The parent's program, such as ``torchrun``; ``None`` if it is unknown."""
+    rank: Count | None = None
+    """The process's rank; ``None`` without a rank."""
+    still_runs: bool = False
+    """True if the process still ran after the call, region, step or command."""
+
+    @property
+    def text(self) -> str:
+        """A clause: ``process 2 of 3: python -m vllm.entrypoints --port 8000, child of torchrun, still running``."""
+        clauses = [
+            f"process {self.number} of {self.among}: {shown_command(self.command)}",
+            *([] if self.rank is None else [f"rank {self.rank}"]),
+            *([] if self.parent is None else [f"child of {self.parent}"]),
+            "still running" if self.still_runs else "ended",
+        ]
+        return ", ".join(clauses)

@@ -1,0 +1,96 @@
+"""A test whose process was not seen says so, is counted, and fails strict mode."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.jobs.mapped import maps_torch
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list the libraries of a process")
+
+TEST = f"""
+import os
+import subprocess
+import sys
+
+CODE = {maps_torch("import time; time.sleep(1)")!r}
+
+
+def start(*options, **more):
+    subprocess.run([sys.executable, *options, "-c", CODE], check=True, **more)
+
+
+@pytest.mark.gpumem(max_gb=1)
+def test_with_tensors():
+    kept = torch.ones(5)
+    start(env={{**os.environ, "PYTHONPATH": "src"}})
+
+
+@pytest.mark.gpumem
+def test_without_tensors():
+    start("-I")
+
+
+def test_step(gpumem):
+    gpumem.assert_no_growth(lambda: torch.ones(5), steps=2)
+    started = []
+
+    def step():
+        if not started:
+            started.append(start(env={{}}))
+        return torch.ones(5)
+
+    gpumem.assert_no_growth(step, steps=2)
+
+
+@pytest.mark.gpumem(max_gb=1)
+def test_alone():
+    kept = torch.ones(5)
+"""
+REPLACED = 'because its PYTHONPATH was replaced (add os.environ["PYTHONPATH"] to it)'
+CLEARED = "because its environment has no PYTHONPATH (start it with env={**os.environ, ...})"
+ISOLATED = "because it runs with python -I (start it without -I)"
+
+
+@pytest.fixture
+def session(project):
+    project.write(TEST)
+    return lambda *arguments: project.run("--gpumem-report=report.json", *arguments, separate=True)
+
+
+def test_a_test_with_a_process_that_was_not_seen_is_counted_and_the_cause_is_named(project, session):
+    result = session("-q", "--junitxml=report.xml", "--gpumem-report=report.md", "--gpumem-report=report.html")
+    result.assert_outcomes(passed=4)
+    assert "3 with processes that were not measured" in result.outlines[-2], result.outlines
+    verdicts = project.verdicts()
+    processes = {test: verdict["unmeasured_processes"] for test, verdict in verdicts.items()}
+    assert [len(clauses) for clauses in processes.values()] == [1, 1, 1, 0]
+    for test, cause in (("test_with_tensors", REPLACED), ("test_without_tensors", ISOLATED), ("test_step", CLEARED)):
+        assert processes[test][0].startswith("not seen: `")
+        assert processes[test][0].endswith(f"loads torch or CUDA, and does not report its memory, {cause}")
+    unmeasured = verdicts["test_without_tensors"]["unmeasured"]
+    assert unmeasured == f"{processes['test_without_tensors'][0]}; call held no tensor on cpu"
+    results = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
+    assert {each["verdict"]["test"]: each["verdict"]["unmeasured_processes"] for each in results} == processes
+    for report in ("report.md", "report.html"):
+        text = (project.path / report).read_text(encoding="utf-8")
+        assert "its PYTHONPATH was replaced" in text, report
+        assert "3 with processes that were not measured" in text, report
+
+
+def test_each_process_that_was_not_seen_is_a_note_below_the_table(session):
+    result = session()
+    notes = [line for line in result.outlines if line.startswith("note: ")]
+    assert [REPLACED in note for note in notes] == [False, True]
+    assert [CLEARED in note for note in notes] == [True, False]
+
+
+def test_strict_mode_fails_each_test_with_a_process_that_was_not_seen(session):
+    result = session("--gpumem-strict")
+    result.assert_outcomes(failed=3, passed=1)
+    failures = [line for line in result.outlines if "(required by --gpumem-strict): not seen: `" in line]
+    headlines = [line for line in failures if not line.startswith("FAILED")]
+    assert [line.partition(" (")[0] for line in headlines] == ["Not certain", "Not measured", "Not certain"]
