@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import tempfile
@@ -252,6 +253,13 @@ class ProcessWindows:
         finally:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]
+
+    def end_those_since(self, began: int) -> None:
+        """End the processes that report and began after a moment of `time.monotonic_ns`."""
+        for usage in read_reports(self._folder).usages.values():
+            if usage.began > began and usage.ended is None and is_running(usage.process.pid, usage.process.started):
+                with suppress(OSError):
+                    os.kill(usage.process.pid, signal.SIGTERM)
 
     def divide(self) -> WindowUsage:
         """End a part of all open windows, and return the processes in this part."""

@@ -63,6 +63,10 @@ class SessionProcesses:
         """Return a context that reads the figures of all processes, and lets them record their allocations if asked."""
         return self._windows.window(record=record)
 
+    def end_those_since(self, began: int) -> None:
+        """End the processes that report and began after a moment of `time.monotonic_ns`."""
+        self._windows.end_those_since(began)
+
     def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.
 
