@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +56,53 @@ def test_a_growing_training_script_is_red_with_its_module_and_line(session):
     assert grown.returncode == 1
     grew = grown.stdout.partition("what grew")[2]
     assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.\S+", shows_modules=True), grew), grown.stdout
+
+
+LOADING_TEST = """
+import subprocess
+import sys
+import urllib.request
+
+
+def serve():
+    server = subprocess.Popen([sys.executable, "server.py"], stdout=subprocess.PIPE, text=True)
+    with open("pids", "a") as file:
+        print(server.pid, file=file)
+    url = f"http://127.0.0.1:{int(server.stdout.readline())}/"
+    for _ in range(3):
+        urllib.request.urlopen(url).close()
+    return server
+
+
+def test_load(gpumem):
+    gpumem.load(serve).value.terminate()
+
+
+def test_region(gpumem):
+    with gpumem.track("region"):
+        server = serve()
+    server.terminate()
+"""
+
+
+def state_of(pid):
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    return "X"
+
+
+def test_the_process_of_a_load_is_explained_and_the_process_of_a_region_says_why_not(session, tmp_path):
+    recorded = session(SERVER, LOADING_TEST, "--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    (tmp_path / "pids").unlink()
+    leaking = session(SERVER, LOADING_TEST, "--gpumem-baseline", LEAK="1")
+    assert "2 failed" in leaking.stdout, leaking.stdout
+    load, region = leaking.stdout.split("_ test_region _")
+    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", shows_modules=True)
+    assert re.search(f"what was retained.*\n *other +6.29 MB +{row}", load), leaking.stdout
+    assert "kept in: server.KEPT" in load
+    assert "its allocations were not recorded, because a region runs only once. To explain it, pass" in region
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 3, "the region runs once"
+    while any(state_of(pid) not in ("Z", "X") for pid in pids):
+        time.sleep(0.01)

@@ -12,6 +12,10 @@ from tests.support.child_processes import (  # noqa: F401 -- pytest collects the
     test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red_one,
 )
 from tests.support.cpu_sessions import CpuSessions
+from tests.support.process_table import (  # noqa: F401 -- likewise
+    test_a_test_is_red_exactly_if_its_process_has_a_fault,
+    test_the_first_diagonal_has_each_fault,
+)
 
 
 @pytest.fixture

@@ -17,7 +17,9 @@ DRAFT = ".draft"
 """Suffix of the temporary file that replaces the old file as soon as it is complete. Its name begins with a dot."""
 
 
-def write_atomically(path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace") -> None:
+def write_atomically(
+    path: Path, text: str, *, root: Path | None = None, errors: str = "backslashreplace", is_lasting: bool = True
+) -> None:
     r"""Write ``text`` to a file as UTF-8, without changing line ends. Missing folders are created.
 
     Args:
@@ -27,17 +29,18 @@ def write_atomically(path: Path, text: str, *, root: Path | None = None, errors:
             (`open_folder`). The default is the file's folder.
         errors: Python's error handler for lone surrogates, which UTF-8 cannot encode. By default they are written as
             escapes such as ``\udc80``. With ``strict`` they raise an error.
+        is_lasting: As for `replacing`.
 
     Raises:
         OSError: The file cannot be written, or is a link.
         UnicodeEncodeError: The text has a lone surrogate, and ``errors`` is ``strict``.
     """
-    with replacing(path, root=root) as draft:
+    with replacing(path, root=root, is_lasting=is_lasting) as draft:
         draft.write(text.encode("utf-8", errors))
 
 
 @contextmanager
-def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, root: Path | None = None, is_lasting: bool = True) -> Iterator[BinaryIO]:
     """Yield an empty temporary file that replaces ``path`` at the end of the ``with`` block.
 
     If the block raises an exception, the temporary file is removed, and ``path`` is not changed.
@@ -45,6 +48,7 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
     Args:
         path: The file to replace, which must not be a symbolic link. Missing folders are created.
         root: A trusted folder above the file, as in `write_atomically`.
+        is_lasting: Whether to wait until the content is on the disk, so it survives a crash of the system.
 
     Raises:
         OSError: The file cannot be written, or is a link.
@@ -65,7 +69,8 @@ def replacing(path: Path, *, root: Path | None = None) -> Iterator[BinaryIO]:
             with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
                 yield file
                 file.flush()
-                os.fsync(file.fileno())
+                if is_lasting:
+                    os.fsync(file.fileno())
             folder.replace(name, draft)
         except BaseException:
             folder.remove(draft)

@@ -9,3 +9,7 @@ from tests.support.child_processes import (  # noqa: F401 -- pytest collects the
     test_each_way_to_start_a_process_is_measured_and_a_grown_process_is_red,
     test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red_one,
 )
+from tests.support.process_table import (  # noqa: F401 -- likewise
+    test_a_test_is_red_exactly_if_its_process_has_a_fault,
+    test_the_first_diagonal_has_each_fault,
+)

@@ -57,6 +57,15 @@ def test_all_processes_of_a_folder_are_read_in_the_order_in_which_they_began(tmp
     assert read_usages(tmp_path) == (KILLED, FULL)
 
 
+def test_a_report_is_written_without_waiting_for_the_disk(tmp_path, monkeypatch):
+    def fsync(_):
+        raise OSError("the disk is busy")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_usage(tmp_path, "1-5", FULL)
+    assert read_usages(tmp_path) == (FULL,)
+
+
 def test_a_report_from_another_release_is_an_error_with_both_releases(tmp_path):
     write_usage(tmp_path, "1-5", FULL)
     report = tmp_path / "1-5.json"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -73,6 +75,52 @@ def test_a_process_with_many_open_files_answers(ends):
         high.settimeout(0.05)
         test.sendall(request_line(1))
         assert _answered(Recorder(USAGE), high)
+
+
+FORKS = """
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+at_fork = []
+os.register_at_fork(before=lambda: at_fork.append(threading.active_count()))
+
+from pytest_gpumem.emulating.emulated_process.control import answer_from, listen, request_line
+from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
+from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
+
+
+class Recorder:
+    def write_if_changed(self):
+        pass
+
+    def begin_window(self, window):
+        return ProcessUsage(began=5, ended=None)
+
+
+listener = listen(Path(sys.argv[1]))
+listener.settimeout(60)
+start_reporting(Recorder(), Path(sys.argv[1]), 50.0)  # the longest wait for a request
+test, _ = listener.accept()
+for number in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(threading.active_count())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    test.sendall(request_line(number))
+    print(answer_from(test.recv(1 << 16).rstrip())[0])
+print(at_fork, threading.active_count())
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("-W", "error")])
+def test_the_thread_pauses_while_the_process_forks_and_answers_afterwards(tmp_path, options):
+    command = [sys.executable, *options, "-c", FORKS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=40)
+    assert (done.stdout.splitlines(), done.stderr) == (["0", "1", "2", "[1, 1, 1] 2"], "")
 
 
 def test_nobody_listens_in_a_folder_that_is_empty_or_removed(tmp_path):

@@ -92,12 +92,15 @@ def test_equal_layers_are_a_row():
     assert not explanation.peak.rows[0].layers
 
 
-def test_tensors_of_a_steps_earlier_runs_have_the_line_that_leaves_them():
+def test_tensors_of_a_steps_earlier_runs_probably_have_the_line_that_leaves_them():
     kept = blocks(10, ASK, tensor="float32[2]", module="fc")
     earlier = blocks(50, (), 5, tensor="float32[2]")
     explanation = process_explanation(Recorded((kept, earlier), (kept,)), 60, 30, site_of, repeats=True)
     assert explanation.peak.rows == (Row("other", 30, "fc", "serve.py:9", tensor="float32[2]", count=3),)
-    assert explanation.peak.notes == ()
+    (note,) = explanation.peak.notes
+    assert note.startswith(
+        "20 B at the peak are from before the recorded step, and probably from the same line as its tensors"
+    )
 
 
 def test_tensors_of_earlier_runs_have_no_line_if_two_lines_leave_such_tensors():
@@ -106,6 +109,7 @@ def test_tensors_of_earlier_runs_have_no_line_if_two_lines_leave_such_tensors():
     earlier = blocks(20, (), 2, tensor="float32[2]")
     explanation = process_explanation(Recorded((*kept, earlier), kept), 40, 40, site_of, repeats=True)
     assert Row("other", 20, tensor="float32[2]", count=2) in explanation.peak.rows
+    assert explanation.peak.notes == ()
 
 
 def test_blocks_of_earlier_runs_with_only_an_equal_size_have_no_line():

@@ -7,8 +7,12 @@ import asyncio
 import concurrent.futures
 import multiprocessing
 import os
+import pathlib
+import signal
+import socket
 import subprocess
 import sys
+import threading
 
 # Without the stand-ins of the emulated GPU, torch's build for CUDA cannot be imported; its library can be mapped.
 LOADS_TORCH = """
@@ -28,25 +32,71 @@ job.work(1)
 os.kill(os.getpid(), 9)
 """
 DEVICE = os.environ.get("DEVICE", "cuda")
+COUNT = int(os.environ.get("COUNT", "2"))
+"""The number of processes of a way that may start several."""
+CLEARED = {"PATH": os.environ["PATH"], "CLEARED": "1"}
+DONE = threading.Event()
+"""Set when nobody waits for a pool any more."""
 GROWN = int(os.environ.get("GROWN", "1")) + (os.environ.get("RANK") == os.environ.get("LARGEST_RANK", ""))
+
+
+def fault():
+    """Return what a test's process has to do after its work. The file is the same for all processes of a session."""
+    return pathlib.Path(os.environ["FAULT"]).read_text() if "FAULT" in os.environ else ""
+
+
+def environment():
+    return CLEARED if fault() == "cleared" else os.environ
 
 
 def work(number=0):
     """Take 4 MB, or more for a grown job or the largest rank, and print the peak as a program does."""
+    if "CLEARED" in os.environ:
+        exec(LOADS_TORCH, {})
+        return
     import torch
 
-    nbytes = torch.ones((GROWN + number) << 20, device=DEVICE).nbytes
-    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else nbytes
+    tensor = torch.ones((GROWN + (fault() == "grown") + number) << 20, device=DEVICE)
+    peak = torch.cuda.max_memory_allocated() if DEVICE == "cuda" else tensor.nbytes
     print(f"PEAK {peak}\\n", end="", flush=True)
+    if fault() in ("killed", "hangs"):
+        announce()
+        os.kill(os.getpid(), signal.SIGKILL if fault() == "killed" else signal.SIGSTOP)
+    if fault() in ("serves", "leaks"):
+        serve()
+
+
+def announce(port=0):
+    """Tell the test this process's pid and port."""
+    new = pathlib.Path(f"{os.environ['FAULT']}-new-{os.getpid()}")
+    new.write_text(str(port))
+    new.rename(f"{os.environ['FAULT']}-of-{os.getpid()}")
+
+
+def serve():
+    """Answer each line of a test. A request takes 1 MB, and a leaking server keeps 64 kB."""
+    import torch
+
+    kept = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        announce(server.getsockname()[1])
+        connection, _ = server.accept()
+        with connection, connection.makefile("rwb", buffering=0) as lines:
+            for line in lines:
+                used = torch.ones(1 << 18, device=DEVICE)
+                if fault() == "leaks":
+                    kept.append(torch.ones(1 << 14, device=DEVICE))
+                del used
+                lines.write(line)
 
 
 def python(*words, **more):
-    subprocess.run([sys.executable, *words], check=True, **more)
+    subprocess.run([sys.executable, *words], check=True, **{"env": environment(), **more})
 
 
 def by_multiprocessing(method):
     context = multiprocessing.get_context(method)
-    processes = [context.Process(target=work, args=(number,)) for number in range(2)]
+    processes = [context.Process(target=work, args=(number,)) for number in range(COUNT)]
     for process in processes:
         process.start()
     for process in processes:
@@ -61,7 +111,7 @@ def by_executor():
 def by_torch():
     import torch.multiprocessing
 
-    torch.multiprocessing.spawn(work, nprocs=2)
+    torch.multiprocessing.spawn(work, nprocs=COUNT)
 
 
 def by_fork():
@@ -111,11 +161,13 @@ def by_pool_that_restarts(method):
 
 def by_pool():
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        pool.apply(work)
+        result = pool.apply_async(work)
+        while not (result.ready() or DONE.wait(0.05)):
+            pass  # a pool waits for the result of a killed worker, too
 
 
 async def by_asyncio():
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, "script")
+    process = await asyncio.create_subprocess_exec(sys.executable, __file__, "script", env=environment())
     await process.wait()
 
 
@@ -123,19 +175,19 @@ WAYS = {
     "script": work,
     "child": lambda: python(__file__, "script"),
     "grandchild": lambda: python(__file__, "child"),
-    "shell": lambda: subprocess.run(f"{sys.executable} {__file__} script", shell=True, check=True),
+    "shell": lambda: subprocess.run(f"{sys.executable} {__file__} script", shell=True, check=True, env=environment()),
     "module": lambda: python("-m", "job", "script"),
     "code": lambda: python("-c", "import job; job.work()"),
     "thread of a pool": lambda: concurrent.futures.ThreadPoolExecutor().submit(python, __file__, "script").result(),
-    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, [sys.executable, __file__, "script"], os.environ), 0),
-    "exec": lambda: os.execv(sys.executable, [sys.executable, __file__, "script"]),
+    "posix_spawn": lambda: os.waitpid(os.posix_spawn(sys.executable, [sys.executable, __file__, "script"], environment()), 0),
+    "exec": lambda: os.execve(sys.executable, [sys.executable, __file__, "script"], environment()),
     "os.fork": by_fork,
     "fork": lambda: by_multiprocessing("fork"),
     "spawn": lambda: by_multiprocessing("spawn"),
     "forkserver": lambda: by_multiprocessing("forkserver"),
     "executor": by_executor,
     "torch.multiprocessing": by_torch,
-    "torchrun": lambda: python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "script"),
+    "torchrun": lambda: python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={COUNT}", __file__, "script"),
     "accelerate": lambda: python("-m", "accelerate.commands.launch", "--num_processes=1", __file__, "script"),
     "cleared": lambda: python("-c", LOADS_TORCH, env={"PATH": os.environ["PATH"]}),
     "isolated": lambda: python("-I", "-c", LOADS_TORCH),
@@ -180,11 +232,8 @@ WORKED = "import job; job.work()"
 MAPPED = "\\n".join(LOADS_TORCH.strip().splitlines()[:-1]) + "\\nimport time"
 LEFT = {
     "ended": lambda: left(WORKED),
-    "killed": lambda: left(WORKED, "; import os; os.kill(os.getpid(), 9)"),
-    "stopped": lambda: left(WORKED, "; import os; os.kill(os.getpid(), 19)"),
     "hanging": lambda: left(WORKED, "; import re; re.match('(a+)+$', 'a' * 60 + 'b')"),
     "cleared": lambda: left(MAPPED, "; time.sleep(600)", env={"PATH": os.environ["PATH"]}),
-    "cleared and ended": lambda: left(MAPPED, "; time.sleep(1)", env={"PATH": os.environ["PATH"]}),
     "isolated": lambda: left(MAPPED, "; time.sleep(600)", "-I"),
     "of another release": lambda: left(f"import pytest_gpumem; pytest_gpumem.__version__ = '9.9'; {WORKED}"),
     "of another release, running": lambda: left(

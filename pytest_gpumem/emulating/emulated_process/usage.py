@@ -329,7 +329,7 @@ def words_of(command: bytes) -> list[str]:
 
 def write_usage(folder: Path, name: str, usage: ProcessUsage) -> None:
     """Write a process's usage to a file called ``name`` in ``folder``. An earlier file with this name is replaced."""
-    write_atomically(folder / f"{name}.json", usage_text(usage))
+    write_atomically(folder / f"{name}.json", usage_text(usage), is_lasting=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from traceback import walk_stack
@@ -54,7 +52,6 @@ _OF_TORCH_OR_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent
 _INSTALLED = tuple(f"{os.sep}{folder}{os.sep}" for folder in ("site-packages", "dist-packages"))
 _EMULATION = "pytest_gpumem.emulating.emulation.load"
 """This module is loaded before torch if a GPU is emulated."""
-_OF_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def record_usage(
@@ -119,7 +116,7 @@ class _Recorder:
 
     def begin(self) -> None:
         self._process, self._began = os.getpid(), time.monotonic_ns()
-        self._imported = dict.fromkeys(_installed())
+        self._imported = dict.fromkeys(self._packages())
         self._record_blocks()
         self._peaks.begin()
         self._write(None)
@@ -130,6 +127,10 @@ class _Recorder:
         if self._seconds is not None:
             os.execv, os.execve = self._ending(os.execv), self._ending(os.execve)
             start_reporting(self, self._folder, self._seconds, self._has_sigterm)
+
+    def _packages(self) -> list[str]:
+        """Return the imported modules of installed packages. Nobody reads them from a process in a measured job."""
+        return _installed() if self._seconds is None else []
 
     def _ending(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that writes the usage, and then calls ``leave``, which ends the program.
@@ -172,7 +173,7 @@ class _Recorder:
             if self._ended:
                 return None
             self._workspaces = self._source.workspaces()
-            usage = replace(self._usage(None, with_blocks=True), imported=())
+            usage = self._usage(None, with_blocks=True)
             self._record_blocks()
             self._window, self._times = window, 0
             self._peaks.restart()
@@ -214,7 +215,7 @@ class _Recorder:
         """Write the usage of an ending process."""
         # A forked process inherits this exit function, and must not write its parent's usage.
         if self._process == os.getpid():
-            self._imported.update(dict.fromkeys(name for name in _installed() if name.startswith("torch.")))
+            self._imported.update(dict.fromkeys(name for name in self._packages() if name.startswith("torch.")))
             with self._peaks.lock:
                 self._ended = True
                 self._write(time.monotonic_ns())
@@ -351,9 +352,12 @@ def _installed() -> list[str]:
 
 def _programs_line() -> str:
     """Return the program's current line in this thread. In autograd's threads, return the main thread's current line."""
+    import sysconfig  # it takes 3 ms, and few processes run out of memory
+
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- documented
     threads = [sys._getframe(1), main]  # noqa: SLF001 -- likewise
-    for passed_over in ((*_OF_TORCH_OR_OURS, *_OF_LIBRARIES), _OF_TORCH_OR_OURS):
+    for passed_over in ((*_OF_TORCH_OR_OURS, *libraries), _OF_TORCH_OR_OURS):
         for thread in threads:
             for frame, line in walk_stack(thread) if thread is not None else ():
                 if not frame.f_code.co_filename.startswith(passed_over):

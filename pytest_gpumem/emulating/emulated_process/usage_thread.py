@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import select
 import signal
-import threading
+import socket
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_gpumem.emulating.emulated_process.control import answer_line, connect
+from pytest_gpumem.emulating.emulated_process.pausing_thread import PausingThread
 from pytest_gpumem.emulating.emulated_process.threads import other_threads
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
     from pathlib import Path
 
@@ -55,26 +56,54 @@ def start_reporting(
         seconds: The time between two looks at the usage.
         has_sigterm: Returns whether SIGTERM has come, although the main thread may not have noticed.
     """
-    arguments = (recorder, folder, seconds, has_sigterm)
-    thread = threading.Thread(target=_report, args=arguments, name="gpumem-usage", daemon=True)
-    with suppress(RuntimeError):  # an ending interpreter starts no thread
-        thread.start()
+    _Reporting(recorder, folder, seconds, has_sigterm).begin()
 
 
-def _report(recorder: Recorder, folder: Path, seconds: float, has_sigterm: Callable[[], bool] | None) -> None:
-    connection = None
-    while True:
-        if has_sigterm is not None and has_sigterm():
-            time.sleep(_GRACE_SECONDS)
-            _die(recorder)
-        if connection is None:
-            connection = connect(folder, seconds)
-        if connection is None:
-            time.sleep(seconds)
-        elif not _answered(recorder, connection):
-            connection.close()
-            connection = None
-        recorder.write_if_changed()
+class _Reporting(PausingThread):
+    def __init__(
+        self, recorder: Recorder, folder: Path, seconds: float, has_sigterm: Callable[[], bool] | None
+    ) -> None:
+        super().__init__("gpumem-usage")
+        self._recorder = recorder
+        self._folder = folder
+        self._seconds = seconds
+        self._has_sigterm = has_sigterm
+        self._connection: socket.socket | None = None
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        if hasattr(os, "register_at_fork"):
+            for end in (self._woken, self._waker):
+                os.register_at_fork(after_in_child=end.close)
+
+    def run(self) -> None:
+        """Write changed usage and answer requests, until this process forks or ends."""
+        while not self.is_over.is_set():
+            if self._has_sigterm is not None and self._has_sigterm():
+                time.sleep(_GRACE_SECONDS)
+                _die(self._recorder)
+            if self._connection is None:
+                self._connection = connect(self._folder, self._seconds)
+            if self._connection is None:
+                self.is_over.wait(self._seconds)
+            elif self._is_asked(self._connection) and not _answered(self._recorder, self._connection):
+                self._connection.close()
+                self._connection = None
+            self._recorder.write_if_changed()
+
+    def wake(self) -> None:
+        """Wake the thread, because this process forks."""
+        with suppress(OSError):
+            self._waker.send(b"1")
+
+    def _is_asked(self, connection: socket.socket) -> bool:
+        """Wait for a request or for `wake`, and return whether the test's process has sent a request, or has ended."""
+        poll = select.poll()
+        for end in (connection, self._woken):
+            poll.register(end, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * self._seconds)}
+        with suppress(OSError):
+            self._woken.recv(4096)
+        return connection.fileno() in ready
 
 
 def _die(recorder: Recorder) -> None:

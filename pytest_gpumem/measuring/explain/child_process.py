@@ -51,18 +51,25 @@ def process_explanation(
     if difference > 0:
         at_peak, removed = _without_earlier(at_peak, recorded.retained, difference, repeats=repeats)
         difference -= removed
+    notes: list[str] = []
     if repeats:
-        at_peak = _with_lines(at_peak, recorded.retained)
-    notes: tuple[str, ...] = ()
+        with_lines = _with_lines(at_peak, recorded.retained)
+        guessed = sum(group.nbytes for group, older in zip(with_lines, at_peak, strict=True) if group != older)
+        if guessed:
+            notes.append(
+                f"{format_bytes(guessed)} at the peak are from before the recorded step, and probably from the same line as its"
+                " tensors with the same dtype and shape"
+            )
+        at_peak = with_lines
     if difference:
         compared = f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
-        notes = (f"the recorded run needed {compared} than the measured run, so some rows are missing or wrong",)
+        notes.append(f"the recorded run needed {compared} than the measured run, so some rows are missing or wrong")
     rows = _rows(at_peak, recorded.modules, site_of)
     missing = peak + difference - sum(row.nbytes for row in rows)
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
     retained = retained_rows(recorded, site_of)
-    return Explanation(_composition(rows, notes), _composition(retained), holders=_holders(recorded, site_of))
+    return Explanation(_composition(rows, tuple(notes)), _composition(retained), holders=_holders(recorded, site_of))
 
 
 def retained_rows(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Row, ...]:
@@ -116,8 +123,9 @@ def _without_earlier(
 def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
     """Return the blocks at the peak. Blocks from earlier runs get the line of equal blocks in this run.
 
-    If several lines leave blocks with this size, dtype and shape, nothing shows which line it was. A size alone is no
-    evidence, so a block without a known dtype and shape gets no line.
+    This is a guess, because a program may have made an equal tensor elsewhere. If several lines leave blocks with this size,
+    dtype and shape, nothing shows which line it was. A size alone is no evidence, so a block without a known dtype and shape
+    gets no line.
     """
     lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...], str]]] = {}
     for group in retained:

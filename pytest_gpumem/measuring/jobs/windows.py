@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import stat
 import tempfile
@@ -271,6 +272,13 @@ class ProcessWindows:
             f"the folder {self._folder} was removed while the session ran, and other processes report their memory there, so "
             "their memory is not known. Let no test remove folders that it has not made"
         )
+
+    def end_those_since(self, began: int) -> None:
+        """End the processes that report and began after a moment of `time.monotonic_ns`."""
+        for usage in read_reports(self._folder).usages.values():
+            if usage.began > began and usage.ended is None and is_running(usage.process.pid, usage.process.started):
+                with suppress(OSError):
+                    os.kill(usage.process.pid, signal.SIGTERM)
 
     def divide(self) -> WindowUsage:
         """End a part of all open windows, and return the processes in this part."""

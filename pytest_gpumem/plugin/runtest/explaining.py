@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.config.settings import Settings
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
 
+    RunAgain = Callable[[], Sequence[ProcessFigures]] | str
+    """Runs code while its processes record their allocations, or the reason why it cannot run again."""
+
 
 COMPOSITION = frozenset({"composition", "explanation"})
 """The attributes of a `Measurement` which exist only if the step was explained.
@@ -220,7 +223,7 @@ class Explainer:
         self,
         judged: Sequence[JudgedMeasurement],
         names: Sequence[str],
-        run_again: Callable[[], Sequence[ProcessFigures]],
+        run_again: RunAgain,
         *,
         explain: bool | None = None,
     ) -> list[JudgedMeasurement]:
@@ -230,7 +233,8 @@ class Explainer:
         Args:
             judged: Each process's measurement.
             names: Each process's name.
-            run_again: Runs the code, and returns the figures of its processes with the recorded blocks.
+            run_again: Runs the code, and returns the figures of its processes with the recorded blocks. A text is the reason
+                why the code cannot run again.
             explain: Whether to explain the peaks; ``None`` if the verdicts and the settings decide.
 
         Returns:
@@ -240,6 +244,8 @@ class Explainer:
         should_explain = any(map(self.policy.should_explain, judged)) if explain is None else explain
         if sites is None or not should_explain:
             return list(judged)
+        if isinstance(run_again, str):
+            return [_unrecorded(result, run_again) for result in judged]
         sites.packages.clear()
         try:
             with restored_random_numbers(self.context.device):
@@ -264,7 +270,7 @@ class Explainer:
         gpu = self.policy.device_to_explain(judged) or next(iter(gpus), "")
         if process is None or gpu not in process.recorded:
             reason = "no such process ran again" if process is None else process.unrecorded or "it was not told in time"
-            return judged.with_notes([f"its allocations were not recorded, because {reason}"])
+            return _unrecorded(judged, reason)
         peak = measurement.by_device.get(gpu, {}).get("peak_allocated", measurement.peak_allocated)
         recorded_peak = process.by_gpu[gpu]["peak_allocated"]
         explanation = process_explanation(
@@ -330,6 +336,11 @@ class Explainer:
             explanation = self.context.explain_out_of_memory(subject(device), device)
             if explanation is not None:
                 self.policy.report_out_of_memory(explanation)
+
+
+def _unrecorded(judged: JudgedMeasurement, reason: str) -> JudgedMeasurement:
+    """Return a process's measurement with a note on the reason why it has no explanation."""
+    return judged.with_notes([f"its allocations were not recorded, because {reason}"])
 
 
 def call_again(item: pytest.Item) -> None:

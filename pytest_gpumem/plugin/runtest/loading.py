@@ -82,7 +82,8 @@ def load(
     if judged.measurement.peak_allocated > 0:  # otherwise, only another process may have memory
         judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
     own_peaks = {gpu: memory.own_peak for gpu, memory in by_device.items()}
-    return value, partial(run.keep_with_processes, judged, own_peaks, window)
+    run_again = run.recorded_loading(repeated.load)
+    return value, partial(run.keep_with_processes, judged, own_peaks, window, run_again, explain=explain)
 
 
 class _RepeatedLoading:
@@ -114,6 +115,11 @@ class _RepeatedLoading:
         self._addresses = frozenset(address for on_device in blocks for address in on_device)
         self._loaded = {name: sum(sizes.values()) for name, sizes in zip(self._names(), blocks, strict=True)}
         return self._loaded
+
+    def load(self) -> object:
+        """Run the factory again without a recording in this process."""
+        self._random.restore()
+        return self._factory()
 
     def subject(self, device: Device) -> Subject:
         """Return the second run as a `Subject` for a recording on ``device``, one of `Device.everywhere`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,12 +48,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.measure.prepared import MeasuredStep, PreparedStep
     from pytest_gpumem.measuring.measure.reading import ByDevice
     from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
-    from pytest_gpumem.plugin.runtest.explaining import Explainer
+    from pytest_gpumem.plugin.runtest.explaining import Explainer, RunAgain
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement, Judging
     from pytest_gpumem.plugin.runtest.ownership import Ownership
 
 
 _CALL = "call"
+_RUNS_ONCE = "a region runs only once. To explain it, pass its code to gpumem.measure as a function"
+_OTHER_RANKS = "the other ranks would not run the code again with this rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +276,7 @@ class TestRun:
         new_tensors = self._tensors_made()
         judge = partial(self._judged_region, name=name, new_tensors=new_tensors)
         with self.processes_window() as window, read_once(self.device, self.other_bytes, self._own_bytes) as figures:
-            yield lambda: self._keep_once(figures(), window, judge)
+            yield lambda: self._keep_once(figures(), window, judge, _RUNS_ONCE)
             if new_tensors is not None:
                 new_tensors.record()
 
@@ -290,13 +293,25 @@ class TestRun:
         self.unmeasured_processes |= dict.fromkeys(unmeasured_processes(window.usage, self.device))
 
     def _keep_once(
-        self, figures: ByDevice, window: Window, judge: Callable[[ByDevice], JudgedMeasurement]
+        self,
+        figures: ByDevice,
+        window: Window,
+        judge: Callable[[ByDevice], JudgedMeasurement],
+        run_again: RunAgain | None = None,
     ) -> Measurement:
         """Add the measurements of code that ran once."""
         own_peaks = {gpu: memory.own_peak for gpu, memory in figures.items()}
-        return self.keep_with_processes(judge(figures), own_peaks, window)
+        return self.keep_with_processes(judge(figures), own_peaks, window, run_again)
 
-    def keep_with_processes(self, own: JudgedMeasurement, own_peaks: Mapping[str, int], window: Window) -> Measurement:
+    def keep_with_processes(
+        self,
+        own: JudgedMeasurement,
+        own_peaks: Mapping[str, int],
+        window: Window,
+        run_again: RunAgain | None = None,
+        *,
+        explain: bool | None = None,
+    ) -> Measurement:
         """Add the measurements of the test's own process, and of other processes that it used.
 
         If only other processes used a GPU, the own process has no measurement.
@@ -305,6 +320,8 @@ class TestRun:
             own: The own process's measurement with its verdict.
             own_peaks: The own process's peak in the window in bytes, by GPU: ``{"cuda:0": 4096}``.
             window: The other processes.
+            run_again: As for `Explainer.explain_processes`. ``None`` if the processes are explained later.
+            explain: Whether to explain the processes; ``None`` if the verdicts and the settings decide.
 
         Returns:
             The measurement of the own process, or of all processes together.
@@ -325,6 +342,9 @@ class TestRun:
         name = without_rank(own.measurement.name)
         job = self.with_names_by_baseline(job, name)
         processes = self.judge_processes(job.processes, name)
+        if run_again is not None:
+            names = [process.name for process in job.processes]
+            processes = self.explainer.explain_processes(processes, names, run_again, explain=explain)
         of_all = self.judge_job(Workload(PROCESSES), job, f"{name}: {ALL}")
         return self._keep_all(JudgedStep(own if has_own else None, processes, of_all))
 
@@ -489,10 +509,7 @@ class TestRun:
     def _judge_processes_of(
         self, prepared: PreparedStep, step: MeasuredStep, name: str, explain: bool | None
     ) -> Sequence[JudgedMeasurement]:
-        """Judge each other process in a step, and explain their peaks and growth if necessary.
-
-        Several ranks explain no other processes, because the other ranks may not run the step again with this rank.
-        """
+        """Judge each other process in a step, and explain their peaks and growth if necessary."""
         names = [process for process in step.processes if process != ALL]
         judged = [
             replace(
@@ -501,10 +518,8 @@ class TestRun:
             )
             for each in names
         ]
-        if self.judging.ranks.rank is not None:
-            return judged
         growing = {each for each in names if any(step.processes[each].figures.growth.values())}
-        run_again = partial(self._recorded_step, prepared.run_again, growing)
+        run_again = self._if_alone(partial(self._recorded_step, prepared.run_again, growing))
         return self.explainer.explain_processes(judged, names, run_again, explain=explain)
 
     def growth_elsewhere(self) -> GrowthElsewhere:
@@ -694,7 +709,8 @@ class TestRun:
             judged = [self.judged[index] for index in at]
             # A call's name has no colon, but a process's name may have one.
             names = [result.measurement.name.partition(": ")[2] for result in judged]
-            explained = self.explainer.explain_processes(judged, names, self._recorded_processes)
+            run_again = self._if_alone(self._recorded_processes)
+            explained = self.explainer.explain_processes(judged, names, run_again)
             for index, result in zip(at, explained, strict=True):
                 self.judged[index] = result
 
@@ -703,11 +719,31 @@ class TestRun:
         self._call_subject(self.device).prepare()
         return self._recorded(partial(call_again, self.item))
 
+    def recorded_loading(self, load: Callable[[], object]) -> RunAgain:
+        """Return a function that loads an object again while its processes record their allocations, and ends processes that
+        still run for this second object.
+        """
+
+        def run_again() -> Sequence[ProcessFigures]:
+            began = time.monotonic_ns()
+            try:
+                return self._recorded(load)
+            finally:
+                assert self.processes is not None, "only called if there are processes"
+                self.processes.end_those_since(began)
+
+        return self._if_alone(run_again)
+
+    def _if_alone(self, run_again: Callable[[], Sequence[ProcessFigures]]) -> RunAgain:
+        """Return ``run_again``, or the reason why a rank does not run code again for its processes."""
+        return run_again if self.judging.ranks.rank is None else _OTHER_RANKS
+
     def _recorded(self, run: Callable[[], object]) -> Sequence[ProcessFigures]:
-        """Run code while its processes record their allocations."""
+        """Run code while its processes record their allocations. The code's result is alive until they have answered."""
         assert self.processes is not None, "only called if there are processes"
         with self.processes.window(record=True) as window:
-            run()
+            result = run()
+        del result
         own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
         return figures_of_processes(window.usage, self.device, own_peaks).processes
 
