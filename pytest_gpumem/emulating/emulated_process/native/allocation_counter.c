@@ -1,13 +1,17 @@
-/* Counts torch's allocations on the CPU, in all threads of a process.
+/* Counts torch's allocations on the CPU and on CUDA devices, in all threads of a process.
 
    torch's allocator for the CPU is in libc10.so. It gets each block from `posix_memalign`, and frees it by `free`. `counter_install`
    puts the functions here in their place, in libc10.so's table of other libraries' functions (the global offset table). Other
    libraries keep the original functions. A freed block counts only if its allocation was counted.
 
+   torch's allocator for CUDA is in libc10_cuda.so. It reports each allocation and each free to torch's profiler by a function in
+   libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function.
+
    A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <pthread.h>
@@ -266,10 +270,18 @@ static void replace(uintptr_t slot, void *function, uintptr_t read_only, uintptr
         mprotect((void *)page, page_bytes, PROT_READ);
 }
 
-static int in_library(struct dl_phdr_info *library, size_t size, void *is_found) {
+/* A function that a library gets from another library, and the function here in its place. */
+struct replacement {
+    const char *library, *function; /* "/libc10.so" */
+    void *ours;
+    int is_replaced;
+};
+
+static int in_library(struct dl_phdr_info *library, size_t size, void *replacements) {
     (void)size;
     const char *name = strrchr(library->dlpi_name, '/');
-    if (!name || strcmp(name, "/libc10.so"))
+    struct replacement *first = replacements;
+    if (!name || strcmp(name, first->library))
         return 0;
     uintptr_t base = library->dlpi_addr, read_only = 0, read_only_end = 0;
     const ElfW(Dyn) *dynamic = NULL;
@@ -303,17 +315,25 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *is_found)
                 continue;
             const ElfW(Sym) *symbol = (const ElfW(Sym) *)symbols + ELF64_R_SYM(entry->r_info);
             const char *function = (const char *)strings + symbol->st_name;
-            if (!strcmp(function, "posix_memalign"))
-                replace(base + entry->r_offset, (void *)counted_memalign, read_only, read_only_end);
-            else if (!strcmp(function, "free"))
-                replace(base + entry->r_offset, (void *)counted_free, read_only, read_only_end);
+            for (struct replacement *one = first; one->library; one++)
+                if (!strcmp(function, one->function)) {
+                    replace(base + entry->r_offset, one->ours, read_only, read_only_end);
+                    one->is_replaced = 1;
+                }
         }
     }
-    *(int *)is_found = 1;
     return 1;
 }
 
-/* Begin to count. Return 0 if libc10.so is not loaded. Further calls in this process and in its forks change nothing. */
+/* Replace functions of a single library, up to an entry without a library. Return 0 if not all of them were found. */
+static int replace_all(struct replacement *replacements) {
+    dl_iterate_phdr(in_library, replacements);
+    while (replacements->library && replacements->is_replaced)
+        replacements++;
+    return !replacements->library;
+}
+
+/* Begin to count. Return 0 if libc10.so does not call these functions. Further calls in this process and in its forks change nothing. */
 int counter_install(const struct python *functions) {
     static int is_found, has_fork_functions;
     if (is_found)
@@ -323,8 +343,12 @@ int counter_install(const struct python *functions) {
     if (!has_fork_functions && pthread_atfork(before_fork, in_parent, in_child))
         return 0;
     has_fork_functions = 1;
-    dl_iterate_phdr(in_library, &is_found);
-    return is_found;
+    struct replacement replacements[] = {
+        {"/libc10.so", "posix_memalign", (void *)counted_memalign, 0},
+        {"/libc10.so", "free", (void *)counted_free, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    return is_found = replace_all(replacements);
 }
 
 /* Forget everything that was counted, and call a function after the next allocation. */
@@ -397,5 +421,67 @@ void counter_copy(struct event *history, struct block *alive, size_t most, size_
             if (blocks[place].address)
                 *alive++ = blocks[place];
     }
+    pthread_mutex_unlock(&lock);
+}
+
+/* c10::Device. It is passed like an integer of two bytes. */
+struct device {
+    int8_t type, index;
+};
+
+#define CUDA 1
+#define MOST_DEVICES 64
+#define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE" /* c10::reportMemoryUsageToProfiler */
+
+typedef void (*report)(void *, int64_t, size_t, size_t, struct device);
+
+static report torchs_report;
+static struct {
+    int64_t live, peak, allocations;
+} on_cuda[MOST_DEVICES];
+
+/* Called by torch's allocator at each allocation, and at each free with negative bytes. The calling thread has the lock of the
+   device's allocator, and perhaps Python's lock. So this function must wait for no lock except `lock`, and must not call Python.
+   `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
+static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
+    if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+        pthread_mutex_lock(&lock);
+        on_cuda[device.index].live = (int64_t)allocated;
+        if (on_cuda[device.index].peak < (int64_t)allocated)
+            on_cuda[device.index].peak = (int64_t)allocated;
+        on_cuda[device.index].allocations += bytes > 0;
+        pthread_mutex_unlock(&lock);
+    }
+    torchs_report(address, bytes, allocated, reserved, device);
+}
+
+/* Begin to count on CUDA devices. Return 0 if libc10_cuda.so is not loaded, or does not report its allocations by this function.
+   The table may have a stub that finds torch's function at the first call, so torch's function is looked up. */
+int cuda_install(void) {
+    static int is_found;
+    if (is_found)
+        return 1;
+    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    torchs_report = library ? (report)dlsym(library, REPORT) : NULL;
+    struct replacement replacements[] = {
+        {"/libc10_cuda.so", REPORT, (void *)counted_report, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    return is_found = torchs_report && replace_all(replacements);
+}
+
+/* Write a CUDA device's allocated bytes, their peak, and the number of allocations. */
+void cuda_read(int device, int64_t figures[3]) {
+    pthread_mutex_lock(&lock);
+    figures[0] = on_cuda[device].live;
+    figures[1] = on_cuda[device].peak;
+    figures[2] = on_cuda[device].allocations;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Begin a new peak at a CUDA device's allocated bytes. */
+void cuda_restart_peak(int device) {
+    pthread_mutex_lock(&lock);
+    on_cuda[device].peak = on_cuda[device].live;
     pthread_mutex_unlock(&lock);
 }
