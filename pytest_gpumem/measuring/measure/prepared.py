@@ -73,6 +73,8 @@ class MeasuredStep:
     """`Measurement.gained_before`"""
     imbalance: float | None = None
     """The largest peak of a rank divided by the smallest, for all processes together."""
+    simultaneous: Mapping[str, int] = field(default_factory=dict)
+    """`Measurement.simultaneous`"""
 
     @property
     def is_own(self) -> bool:
@@ -145,6 +147,7 @@ def with_processes(
             (*figures.notes(), *remarks.notes),
             gained_before=remarks.gained_before,
             imbalance=remarks.imbalance,
+            simultaneous=remarks.simultaneous,
         )
     return replace(step, processes=measured) if measured else step
 

@@ -539,6 +539,7 @@ class TestRun:
             figures.notes,
             gained_before=figures.gained_before,
             by_device=figures.by_gpu if len(figures.by_gpu) > 1 else {},
+            simultaneous=figures.simultaneous,
         )
         return self.judging.judge(measurement)
 
@@ -582,6 +583,7 @@ class TestRun:
             unused_before=max(on_device.memory.unused_before for on_device in devices.values()),
             gained_before=step.gained_before,
             by_device=by_device,
+            simultaneous=step.simultaneous,
             step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )
 

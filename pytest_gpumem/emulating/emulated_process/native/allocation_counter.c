@@ -7,6 +7,9 @@
    torch's allocator for CUDA is in libc10_cuda.so. It reports each allocation and each free to torch's profiler by a function in
    libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function.
 
+   Several processes may share a file with the bytes that each of them holds now, on each device (`struct shared`). So the highest
+   sum over all processes is known, also if nobody looks when it is reached.
+
    A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
@@ -65,6 +68,20 @@ struct python {
 };
 
 #define MOST_FRAMES 64
+#define MOST_DEVICES 64
+#define MOST_PROCESSES 512
+
+/* A process's place in the file. */
+struct process {
+    int64_t owner; /* 0 for a free place */
+    int64_t live[MOST_DEVICES];
+};
+
+/* The file, by the devices' indices in the machine. Only atomic operations change it. */
+struct shared {
+    int64_t sum[MOST_DEVICES], highest[MOST_DEVICES]; /* `highest`: of `sum`, since the last `shared_restart` */
+    struct process processes[MOST_PROCESSES];
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *blocks;
@@ -82,6 +99,34 @@ static void (*at_begin)(void); /* called after the first allocation */
 static int has_begun;
 static __thread int is_calling;
 static __thread int64_t current_note;
+
+static struct shared *shared; /* where this process publishes its bytes */
+static struct process *own_process;
+static int publishes_cuda;               /* 0: publishes the CPU */
+static int32_t in_machine[MOST_DEVICES]; /* the devices' indices in the machine; -1 for a device that is not published */
+
+static void raise_to(int64_t *highest, int64_t bytes) {
+    int64_t before = __atomic_load_n(highest, __ATOMIC_SEQ_CST);
+    while (before < bytes &&
+           !__atomic_compare_exchange_n(highest, &before, bytes, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+}
+
+/* Only a process itself changes its bytes. If it is killed meanwhile, `sum` is too high, and never too low. */
+static void set_live(struct shared *table, struct process *process, int device, int64_t bytes) {
+    int64_t change = bytes - process->live[device];
+    if (change > 0)
+        raise_to(&table->highest[device], __atomic_add_fetch(&table->sum[device], change, __ATOMIC_SEQ_CST));
+    __atomic_store_n(&process->live[device], bytes, __ATOMIC_SEQ_CST);
+    if (change < 0)
+        __atomic_add_fetch(&table->sum[device], change, __ATOMIC_SEQ_CST);
+}
+
+/* Publish the bytes in a device's tensors. The caller has `lock`. */
+static void publish(int is_cuda, int device, int64_t bytes) {
+    if (own_process && is_cuda == publishes_cuda && in_machine[device] >= 0)
+        set_live(shared, own_process, in_machine[device], bytes);
+}
 
 static size_t place_of(uintptr_t address) {
     return (size_t)((address >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (places - 1);
@@ -212,6 +257,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         put((uintptr_t)*result, (int64_t)bytes);
         live += (int64_t)bytes;
         peak = live > peak ? live : peak;
+        publish(0, 0, live);
     }
     allocations++;
     size_t index = note((uintptr_t)*result, (int64_t)bytes, 1);
@@ -232,6 +278,7 @@ static void counted_free(void *address) {
         int64_t bytes = take((uintptr_t)address);
         if (bytes >= 0) {
             live -= bytes;
+            publish(0, 0, live);
             note((uintptr_t)address, bytes, 0);
         }
         pthread_mutex_unlock(&lock);
@@ -256,6 +303,7 @@ static void in_child(void) {
     forget();
     event_count = 0; /* its frames stay allocated, because nobody may call Python here */
     is_recording = is_calling = 0;
+    own_process = NULL; /* the parent's */
     pthread_mutex_unlock(&lock);
 }
 
@@ -430,7 +478,6 @@ struct device {
 };
 
 #define CUDA 1
-#define MOST_DEVICES 64
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE" /* c10::reportMemoryUsageToProfiler */
 
 typedef void (*report)(void *, int64_t, size_t, size_t, struct device);
@@ -450,6 +497,7 @@ static void counted_report(void *address, int64_t bytes, size_t allocated, size_
         if (on_cuda[device.index].peak < (int64_t)allocated)
             on_cuda[device.index].peak = (int64_t)allocated;
         on_cuda[device.index].allocations += bytes > 0;
+        publish(1, device.index, (int64_t)allocated);
         pthread_mutex_unlock(&lock);
     }
     torchs_report(address, bytes, allocated, reserved, device);
@@ -484,4 +532,87 @@ void cuda_restart_peak(int device) {
     pthread_mutex_lock(&lock);
     on_cuda[device].peak = on_cuda[device].live;
     pthread_mutex_unlock(&lock);
+}
+
+size_t shared_bytes(void) { return sizeof(struct shared); }
+
+/* Return an open file as a table for several processes, or NULL. */
+struct shared *shared_map(int file) {
+    void *table = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    return table == MAP_FAILED ? NULL : table;
+}
+
+void shared_unmap(struct shared *table) { munmap(table, sizeof *table); }
+
+static struct process *process_of(struct shared *table, int64_t owner) {
+    for (int place = 0; place < MOST_PROCESSES; place++)
+        if (__atomic_load_n(&table->processes[place].owner, __ATOMIC_SEQ_CST) == owner)
+            return &table->processes[place];
+    return NULL;
+}
+
+static void clear(struct shared *table, struct process *process) {
+    for (int device = 0; device < MOST_DEVICES; device++)
+        set_live(table, process, device, 0);
+}
+
+/* Take this process's bytes out of its table, because the process ends. */
+void shared_leave(void) {
+    pthread_mutex_lock(&lock);
+    if (own_process) {
+        clear(shared, own_process);
+        __atomic_store_n(&own_process->owner, 0, __ATOMIC_SEQ_CST);
+    }
+    own_process = NULL;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Publish this process's bytes in a table from now on. Return 0 if the table is full.
+
+   `owner` identifies the process. If the process ran another program before, it takes that program's place. `indices` are the
+   machine's indices of this process's first `count` devices. On the CPU there is one device, and `is_cuda` is 0. */
+int shared_publish(struct shared *table, int64_t owner, const int32_t *indices, int count, int is_cuda) {
+    shared_leave();
+    struct process *process = process_of(table, owner);
+    while (!process && (process = process_of(table, 0))) {
+        int64_t nobody = 0;
+        if (!__atomic_compare_exchange_n(&process->owner, &nobody, owner, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            process = NULL; /* another process has taken this place */
+    }
+    if (!process)
+        return 0;
+    clear(table, process);
+    pthread_mutex_lock(&lock);
+    shared = table;
+    own_process = process;
+    publishes_cuda = is_cuda;
+    for (int device = 0; device < MOST_DEVICES; device++) {
+        in_machine[device] = device < count && indices[device] < MOST_DEVICES ? indices[device] : -1;
+        publish(is_cuda, device, is_cuda ? on_cuda[device].live : live);
+    }
+    pthread_mutex_unlock(&lock);
+    return 1;
+}
+
+/* Write the owners of all places, and 0 for each free place. */
+void shared_owners(struct shared *table, int64_t owners[MOST_PROCESSES]) {
+    for (int place = 0; place < MOST_PROCESSES; place++)
+        owners[place] = __atomic_load_n(&table->processes[place].owner, __ATOMIC_SEQ_CST);
+}
+
+/* Take the bytes of a process that was killed out of the table. */
+void shared_remove(struct shared *table, int64_t owner) {
+    struct process *process = process_of(table, owner);
+    if (process) {
+        clear(table, process);
+        __atomic_store_n(&process->owner, 0, __ATOMIC_SEQ_CST);
+    }
+}
+
+/* Write the highest sum on each device since the last call, and begin again at the current sum. */
+void shared_restart(struct shared *table, int64_t highest[MOST_DEVICES]) {
+    for (int device = 0; device < MOST_DEVICES; device++) {
+        highest[device] = __atomic_exchange_n(&table->highest[device], 0, __ATOMIC_SEQ_CST);
+        raise_to(&table->highest[device], __atomic_load_n(&table->sum[device], __ATOMIC_SEQ_CST));
+    }
 }
