@@ -235,6 +235,14 @@ class Measurement(FrozenValue, MetricAttributes):
     """
     step_peaks_by_device: Mapping[str, StepPeaks] = field(default_factory=dict, metadata=ADDED)
     """The peaks of the steps on each GPU in ``by_device``."""
+    simultaneous: Mapping[str, Count] = field(default_factory=dict, metadata=ADDED)
+    """If several processes used a GPU: the most bytes that they held at the same time, by GPU, or an upper bound for them.
+
+    `peak_allocated` is the sum of their peaks. It may be larger, because the peaks may be at different times, but it repeats
+    from run to run. So a baseline has the sum, and a budget limits the bytes here. The test's own process counts with its peak.
+    A GPU is missing if a process could not publish each change of its memory. See [the peaks of several
+    processes](../guide/servers-and-launched-jobs.md#what-is-measured).
+    """
     lowest_counts: Mapping[MetricName, int] = field(default_factory=dict, metadata=ADDED)
     """For each count that differed between the counted steps, its smallest value. `Measurement.metrics` has the largest
     value."""
@@ -249,6 +257,7 @@ class Measurement(FrozenValue, MetricAttributes):
             by_device={
                 device: MappingProxyType(_in_order(values)) for device, values in sorted(self.by_device.items())
             },
+            simultaneous=dict(sorted(self.simultaneous.items())),
             lowest_counts=dict(sorted(self.lowest_counts.items())),
             step_peaks_by_device=dict(sorted(self.step_peaks_by_device.items())),
         )

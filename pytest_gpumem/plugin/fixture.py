@@ -295,8 +295,9 @@ class Gpumem:
         The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
         1``. A process is called after its program, with its rank (``RANK``, or the variable from mpirun or srun) or a number
         if several processes run the same program. The job's figure on a GPU is the largest sum of the peaks of processes that
-        ran at the same time. This sum is an upper bound, because the peaks may be at different times. If at least two ranks
-        used a GPU, the job also has `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
+        ran at the same time. This sum is an upper bound, because the peaks may be at different times. A budget limits the most
+        bytes that the processes held at the same time, if they are known. If at least two ranks used a GPU, the job also has
+        `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
         In a process's composition, memory from backward has no line.
 
         The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed

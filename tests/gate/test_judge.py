@@ -863,6 +863,45 @@ def test_a_budget_holds_for_each_gpu_and_the_worst_is_named():
     assert (fits.outcome, fits.gpu, fits.value) == (Outcome.OK, "cuda:0", 3 * GB)
 
 
+@pytest.mark.parametrize(
+    ("held", "outcome", "value"),
+    [
+        ({}, Outcome.OVER_BUDGET, 6 * GB),
+        ({"cuda:0": 5 * GB}, Outcome.OK, 6 * GB),
+        ({"cuda:0": 5 * GB + 1}, Outcome.OVER_BUDGET, 5 * GB + 1),
+    ],
+)
+def test_a_budget_limits_the_bytes_that_processes_held_at_the_same_time(held, outcome, value):
+    measurement = replace(measured(peak_allocated=6 * GB), simultaneous=held, step_peaks=StepPeaks((6 * GB,)))
+    found = judge(measurement, Budget({"peak_allocated": 5 * GB}), None, DEFAULT_TOLERANCES)
+    assert (found.of("peak_allocated").outcome, found.of("peak_allocated").value) == (outcome, value)
+    notes = [
+        f"{gpu}: at the same time, the processes held at most 5.00 GB. The budget limits these bytes" for gpu in held
+    ]
+    assert list(found.measurement.notes) == notes
+
+
+def test_a_baseline_is_compared_with_the_sum_of_the_processes_peaks():
+    held = replace(measured(peak_allocated=6 * GB), simultaneous={"cuda:0": 5 * GB})
+    later = replace(held, simultaneous={"cuda:0": 6 * GB})
+    assert baseline_of(held, "2026-11-02", None) == baseline_of(later, "2026-11-02", None)
+    assert outcome_of(later, baseline=baseline_of(held, "2026-11-02", None)) is Outcome.OK
+    grown = replace(held, metrics={"peak_allocated": 7 * GB})
+    assert outcome_of(grown, baseline=baseline_of(held, "2026-11-02", None)) is Outcome.REGRESSED
+
+
+def test_a_budget_limits_the_simultaneous_bytes_on_each_gpu():
+    now = replace(on_gpus(g0=6 * GB, g1=4 * GB), simultaneous={"cuda:0": 3 * GB})
+    budget = Budget({"peak_allocated": 4 * GB})
+    assert on_gpus_verdict(now, None, budget).outcome is Outcome.OK
+    for worse, gpu, value in (
+        (replace(now, simultaneous={"cuda:0": 5 * GB}), "cuda:0", 5 * GB),
+        (replace(on_gpus(g0=6 * GB, g1=5 * GB), simultaneous={"cuda:0": 3 * GB}), "cuda:1", 5 * GB),
+    ):
+        found = on_gpus_verdict(worse, None, budget)
+        assert (found.outcome, found.gpu, found.value) == (Outcome.OVER_BUDGET, gpu, value)
+
+
 def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
     rows = Composition(3 * GB, (Row("activation", nbytes=3 * GB, count=1),))
     earlier = replace(stored_on(g0=3 * GB, g1=2 * GB), composition=rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
@@ -306,6 +308,41 @@ def test_the_own_peak_is_a_part_of_the_sum_and_the_own_process_has_no_reserved_b
     )
     unused = job_figures([timed(1, 10, 20)], own={0: OwnPeak("cuda:0", 0)})
     assert (unused.by_gpu, unused.notes) == ({"cuda:0": {"peak_allocated": 100}}, ())
+
+
+def publishing(measured: ProcessUsage, published: int | None = 0) -> ProcessUsage:
+    """A process that published its bytes."""
+    return replace(measured, devices=tuple(replace(device, published=published) for device in measured.devices))
+
+
+def held(*usages: ProcessUsage, at_most: int, **more: object) -> object:
+    return job_figures(usages, simultaneous={0: at_most}, **more).simultaneous
+
+
+def test_processes_held_at_most_the_bytes_that_they_published_at_the_same_time():
+    two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
+    assert held(*two, at_most=150) == {"cuda:0": 150}
+    assert held(*two, at_most=150, own=OWN) == {"cuda:0": 1150}
+    assert job_figures(two, simultaneous={0: 150}).by_gpu == job_figures(two).by_gpu
+
+
+def test_simultaneous_bytes_are_never_more_than_the_sum_of_the_peaks():
+    """A server's peak is the requested bytes, and it publishes allocated bytes."""
+    two = [publishing(timed(1, 10, 20)), publishing(in_window(), 50)]
+    assert held(*two, at_most=200) == {"cuda:0": 190}
+
+
+def test_simultaneous_bytes_are_unknown_if_a_process_did_not_publish_its_own():
+    assert held(publishing(timed(1, 10, 20)), timed(2, 10, 20), at_most=100) == {}
+    assert held(publishing(timed(1, 10, 20)), at_most=100) == {}, "a single process has a peak and no sum"
+
+
+def test_an_idle_server_that_still_runs_holds_none_of_the_simultaneous_bytes():
+    two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
+    idle = replace(in_window(allocations=0), process=process(9, started=1))
+    assert held(*two, publishing(idle, 40), at_most=170) == {"cuda:0": 130}
+    assert held(*two, publishing(replace(idle, ended=5), 40), at_most=170) == {"cuda:0": 170}
+    assert held(*two, idle, at_most=170) == {"cuda:0": 170}
 
 
 def test_gpus_have_the_names_of_the_own_process_and_further_gpus_follow():

@@ -121,6 +121,10 @@ class DeviceUsage:
     """The blocks, if the process recorded its allocations."""
     live_first: int = 0
     """The requested bytes in tensors when the process's first window began. The test's process adds this value."""
+    published: int | None = None
+    """The bytes in tensors that the process published (`shared_bytes`) when it wrote this report, in allocated bytes.
+
+    ``None`` if it did not publish each change of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +233,7 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 @contextmanager
-def _opened_if_own(folder: Path) -> Iterator[int]:
+def opened_if_own(folder: Path) -> Iterator[int]:
     """Open a folder of this user, for calls with ``dir_fd``. Another folder with this name then changes nothing.
 
     Raises:
@@ -253,7 +257,7 @@ def _write_mark(folder: Path, suffix: str, content: bytes) -> None:
         OSError: The file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-    with _opened_if_own(folder) as directory:
+    with opened_if_own(folder) as directory:
         descriptor = os.open(f"{os.getpid()}{suffix}", flags, mode=0o600, dir_fd=directory)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -276,7 +280,7 @@ def mark_as_reporting(folder: Path) -> None:
 
 def unmark_as_reporting(folder: Path) -> None:
     """Remove the file from `mark_as_reporting`, because this process cannot report."""
-    with suppress(OSError), _opened_if_own(folder) as directory:
+    with suppress(OSError), opened_if_own(folder) as directory:
         os.unlink(f"{os.getpid()}{SEEN}", dir_fd=directory)
 
 

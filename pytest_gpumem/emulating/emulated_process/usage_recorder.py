@@ -20,6 +20,7 @@ import torch
 
 from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
 from pytest_gpumem.emulating.emulated_process.kept_peaks import CudaStatistics, KeptPeaks
+from pytest_gpumem.emulating.emulated_process.shared_bytes import PublishedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     RECORD,
     DeviceUsage,
@@ -62,6 +63,7 @@ def record_usage(
     command: tuple[str, ...] = tuple(sys.orig_argv),
     has_sigterm: Callable[[], bool] | None = None,
     source: Statistics | None = None,
+    shared: str | None = None,
 ) -> None:
     """Record this process's memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
 
@@ -73,8 +75,9 @@ def record_usage(
         command: The process's command.
         has_sigterm: Returns whether SIGTERM has come, although the main thread may not have noticed.
         source: The statistics of the allocator. By default, those of torch's CUDA allocator.
+        shared: The library by which this process publishes its bytes. ``None`` if it does not.
     """
-    recorder = _Recorder(folder, seconds, command, has_sigterm, source)
+    recorder = _Recorder(folder, seconds, command, has_sigterm, source, shared)
     at_exit(recorder.end)
     if seconds is None:
         when_cuda_begins(recorder.begin)
@@ -92,6 +95,7 @@ class _Recorder:
         command: tuple[str, ...],
         has_sigterm: Callable[[], bool] | None = None,
         source: Statistics | None = None,
+        shared: str | None = None,
     ) -> None:
         self._folder = folder
         self._source: Statistics = source or CudaStatistics()
@@ -101,6 +105,7 @@ class _Recorder:
         self._process: int | None = None
         self._began = 0
         self._peaks = KeptPeaks(self._source)
+        self._published = PublishedBytes(shared, folder, is_cuda=self._source.device_type == "cuda")
         self._times = 0
         self._ran_out: OutOfMemory | None = None
         self._imported: dict[str, None] = {}
@@ -119,6 +124,7 @@ class _Recorder:
         self._imported = dict.fromkeys(self._packages())
         self._record_blocks()
         self._peaks.begin()
+        self._publish()
         self._write(None)
         if self._source.device_type == "cuda" and self._source.is_kept:
             observe_out_of_memory(self._out_of_memory)
@@ -131,6 +137,13 @@ class _Recorder:
     def _packages(self) -> list[str]:
         """Return the imported modules of installed packages. Nobody reads them from a process in a measured job."""
         return _installed() if self._seconds is None else []
+
+    def _publish(self) -> None:
+        """Publish this process's bytes from now on."""
+        if self._source.is_kept:
+            self._published.begin(
+                _started(), [self._source.index_in_machine(device) for device in self._source.devices()]
+            )
 
     def _ending(self, leave: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that writes the usage, and then calls ``leave``, which ends the program.
@@ -154,6 +167,7 @@ class _Recorder:
         if self._process == os.getpid():
             with self._peaks.lock:
                 self._ended = False
+                self._publish()
                 self._write(None)
 
     def write_if_changed(self) -> None:
@@ -176,6 +190,7 @@ class _Recorder:
             usage = self._usage(None, with_blocks=True)
             self._record_blocks()
             self._window, self._times = window, 0
+            self._published.restart_peaks()
             self._peaks.restart()
             self._before = {device: (self._live(device), self._peaks.allocations(device)) for device in self._used()}
             self._workspaces = {}
@@ -219,6 +234,7 @@ class _Recorder:
             with self._peaks.lock:
                 self._ended = True
                 self._write(time.monotonic_ns())
+                self._published.end()
 
     def _write(self, ended: int | None) -> None:
         usage = self._usage(ended, with_blocks=ended is not None)
@@ -269,6 +285,7 @@ class _Recorder:
             live_before,
             allocations - earlier_allocations,
             recorded,
+            published=self._published.live(device, self._peaks.live(device), self._peaks.allocated[device]),
         )
 
     def _live(self, device: int) -> int:

@@ -59,6 +59,18 @@ class Comparison:
         """Return the measured figure."""
         return self.measurement.metrics[metric.name]
 
+    def limited(self, metric: Metric) -> float:
+        """Return the figure that a budget limits: the highest in any step.
+
+        For several processes' `peak_allocated`, it is the most bytes that they held at the same time, if these are known.
+        """
+        measurement = self.measurement
+        if metric.name == "peak_allocated" and measurement.simultaneous:
+            peaks = {device: values[metric.name] for device, values in measurement.by_device.items()}
+            return max({**peaks, **measurement.simultaneous}.values())
+        # A budget limits the whole program. So it also applies to the first steps, which are not compared with a baseline.
+        return max((self.value(metric), *measurement.step_peaks.of(metric.name)))
+
     def baseline_value(self, metric: Metric) -> float | None:
         """Return the baseline's figure; ``None`` if the baseline lacks the metric, or if there is no baseline."""
         if self.baseline is None:
@@ -90,7 +102,11 @@ class Comparison:
         measurement = self.measurement
         step_peaks = measurement.step_peaks_by_device.get(device, StepPeaks())
         on_device = replace(
-            measurement, metrics={**measurement.metrics, **measurement.by_device[device]}, step_peaks=step_peaks
+            measurement,
+            metrics={**measurement.metrics, **measurement.by_device[device]},
+            step_peaks=step_peaks,
+            by_device={},
+            simultaneous={gpu: nbytes for gpu, nbytes in measurement.simultaneous.items() if gpu == device},
         )
         baseline = None if self.baseline is None else self.baseline.on(device, measurement.by_device)
         return replace(self, measurement=on_device, baseline=baseline)

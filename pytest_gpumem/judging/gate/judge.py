@@ -115,8 +115,7 @@ def _judge_metric(comparison: Comparison, metric: Metric) -> MetricVerdict:
     """Return the verdict on a metric on a single device."""
     value, baseline_value = comparison.value(metric), comparison.baseline_value(metric)
     limit, obstacle = comparison.budget.limits.get(metric.name), comparison.obstacle
-    # A budget limits the whole program. So it also applies to the first steps, which are not compared with a baseline.
-    highest = max((value, *comparison.measurement.step_peaks.of(metric.name)))
+    highest = comparison.limited(metric)
     if limit is not None and highest > limit:
         return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, baseline_value, budget=limit)
     tolerance = comparison.tolerances.get(metric.name)

@@ -28,6 +28,7 @@ def notes_on(comparison: Comparison) -> tuple[str, ...]:
         *_changed_workspaces(comparison),
         *_workspaces(comparison),
         *_gained_before(comparison),
+        *_simultaneous(comparison),
     )
 
 
@@ -79,7 +80,7 @@ def _gained_before(comparison: Comparison) -> Iterator[str]:
     measurement, baseline, metric = comparison.measurement, comparison.baseline, METRICS["peak_allocated"]
     gained, peak = measurement.gained_before, measurement.metrics.get(metric.name, 0)
     baseline_peak, tolerance = comparison.baseline_value(metric), comparison.tolerances.get(metric.name)
-    is_over_budget = peak > comparison.budget.limits.get(metric.name, math.inf)
+    is_over_budget = peak > 0 and comparison.limited(metric) > comparison.budget.limits.get(metric.name, math.inf)
     has_grown = (
         comparison.gained_further > 0
         and baseline_peak is not None
@@ -92,6 +93,15 @@ def _gained_before(comparison: Comparison) -> Iterator[str]:
     note = f"the processes {held} them" if measurement.workload.step == "processes" else f"the process {held} it"
     before = None if baseline is None else baseline.gained_before
     yield note if before is None else f"{note}; in the baseline, {_more_or_less(before)}"
+
+
+def _simultaneous(comparison: Comparison) -> Iterator[str]:
+    """Yield the most bytes that several processes held at the same time, for each GPU."""
+    metric = METRICS["peak_allocated"]
+    is_limited = metric.name in comparison.budget.limits
+    for gpu, nbytes in comparison.measurement.simultaneous.items():
+        held = f"{gpu}: at the same time, the processes held at most {format_bytes(nbytes)}"
+        yield f"{held}. The budget limits these bytes" if is_limited else held
 
 
 def _more_or_less(nbytes: int) -> str:

@@ -8,6 +8,7 @@ GPU. If both processes had used ``cuda:0`` the job's figure would be the sum, 6.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import PurePath
@@ -102,6 +103,8 @@ class ProcessFigures:
 
     imbalance: ClassVar[None] = None
     """Only a job has ranks."""
+    simultaneous: ClassVar[Mapping[str, int]] = {}
+    """Only a job has several processes."""
 
     @property
     def gained_before(self) -> int:
@@ -138,6 +141,8 @@ class JobFigures:
     """The sum of `ProcessFigures.gained` over all processes, on the GPU with the largest change."""
     names: Names = Names()
     """The names in this job, for the next step."""
+    simultaneous: Mapping[str, int] = field(default_factory=dict)
+    """`Measurement.simultaneous`"""
 
     details: ClassVar[None] = None
     """Only a process has details."""
@@ -153,11 +158,15 @@ def job_figures(
     name: str = "cuda:{}",
     own: Mapping[int, OwnPeak] | None = None,
     earlier: Names | None = None,
+    simultaneous: Mapping[int, int] | None = None,
 ) -> JobFigures:
     """Return a job's figures. Processes without reserved memory on a GPU are left out.
 
     A GPU's figure is the largest sum over processes that ran at the same time, because their peaks may be at the same time. Two
     processes did not run at the same time if one started after the other had ended.
+
+    This sum repeats from run to run. The most bytes that the processes held at the same time depend on the clock
+    (`JobFigures.simultaneous`).
 
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
@@ -166,8 +175,9 @@ def job_figures(
         name: The devices' name in torch, with ``{}`` for the index: ``"cuda:{}"`` or ``"cpu"``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
         earlier: The names in the step before. A process with such a name counts even if it did not allocate.
+        simultaneous: The most bytes that all processes published at the same time, by the GPU's index in the machine.
     """
-    own, earlier = own or {}, earlier or Names()
+    own, earlier, usages = own or {}, earlier or Names(), tuple(usages)
     used = sorted(
         (usage for usage in usages if usage.devices and (is_active(usage) or _key(usage) in earlier.processes)),
         key=_place,
@@ -193,7 +203,8 @@ def job_figures(
         )
         for number, (name, usage) in enumerate(zip(names, used, strict=True), start=1)
     )
-    by_gpu, notes = {}, []
+    published = _simultaneous(usages, used, simultaneous or {})
+    by_gpu, notes, held = {}, [], {}
     for number, gpu_name in gpus.items():
         own_bytes = own[number].peak_allocated if number in own else 0
         on_gpu = [
@@ -213,11 +224,37 @@ def job_figures(
             notes.append(
                 f"{gpu_name}: the sum of {most} processes' peaks, an upper bound, because the peaks may be at different times"
             )
+            if published is not None:
+                held[gpu_name] = min(own_bytes + published.get(number, 0), by_gpu[gpu_name][_METRICS[0]])
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, [name.name for name in names])
     kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)
     largest_gain = max(gained, key=abs, default=0)
-    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names)
+    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names, held)
+
+
+def _simultaneous(
+    usages: Iterable[ProcessUsage], used: Sequence[ProcessUsage], simultaneous: Mapping[int, int]
+) -> Mapping[int, int] | None:
+    """Return the most bytes that the used processes held at the same time on each GPU, or an upper bound.
+
+    The other processes allocated nothing. So those that still run held at least their current bytes all the time.
+
+    Args:
+        usages: All processes.
+        used: The processes that count.
+        simultaneous: The most bytes of all processes.
+
+    Returns:
+        The bytes by the GPU's index in the machine; ``None`` if a process that counts did not publish its bytes.
+    """
+    if any(device.published is None for usage in used for device in usage.devices):
+        return None
+    idle, used_keys = Counter[int](), set(map(_key, used))
+    for usage in usages:
+        if usage.ended is None and _key(usage) not in used_keys:
+            idle.update({device.device: device.published or 0 for device in usage.devices})
+    return {gpu: max(0, nbytes - idle[gpu]) for gpu, nbytes in simultaneous.items()}
 
 
 def _key(usage: ProcessUsage) -> tuple[int, int]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.base.shown_command import shown_command
-from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, SHARED, USAGE
+from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
-from pytest_gpumem.measuring.jobs.processes import JobProcesses
+from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,8 @@ class FinishedJob:
     """The commands of processes with torch or CUDA which still run, although the command has ended."""
     uncounted: tuple[tuple[str, str], ...] = ()
     """The commands of processes that cannot count their memory on the CPU, each with the reason."""
+    simultaneous: Mapping[int, int] = field(default_factory=dict)
+    """The most bytes that all processes published at the same time, by the GPU's index in the machine."""
 
 
 def run_job(
@@ -77,9 +81,11 @@ def run_job(
     if not folder.is_dir():
         raise JobError(f"`{shown_command(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
     deadline = None if timeout is None else time.monotonic() + timeout
-    with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name, ExitStack() as undo:
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
-        reports.mkdir()
+        reports.mkdir(mode=0o700)
+        shared = SharedBytes(reports)
+        undo.callback(shared.close)
         if record:
             (reports / RECORD).touch()
         processes = JobProcesses(reports)
@@ -98,7 +104,7 @@ def run_job(
             status = run(
                 command,
                 folder=folder,
-                environment={**environment, **reporting_to(reports, environment)},
+                environment={**environment, **reporting_to(reports, environment, shared.library)},
                 output=output,
                 errors=errors,
                 stop=Stop(),
@@ -122,17 +128,20 @@ def run_job(
             invalid,
             processes.alive(),
             tuple(map(uncounted_in, reports.glob(f"*{UNCOUNTED}"))),
+            shared.restart(is_running),
         )
 
 
-def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+def reporting_to(folder: Path, environment: Mapping[str, str], library: str | None = None) -> dict[str, str]:
     """Return environment variables for a process. The process and its children then report GPU memory usage to a folder.
 
     Args:
         folder: The folder.
         environment: The process's other environment variables. Their ``PYTHONPATH`` is extended.
+        library: The library with which the process publishes its bytes (`SharedBytes.library`).
     """
-    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **with_startup(environment)}
+    shared = {} if library is None else {SHARED: library}
+    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **shared, **with_startup(environment)}
 
 
 def failure(command: Sequence[str], job: FinishedJob) -> str:

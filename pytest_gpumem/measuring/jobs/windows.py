@@ -14,7 +14,7 @@ import stat
 import tempfile
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +23,7 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
 from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
+from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     MOST_BYTES,
     RECORD,
@@ -93,6 +94,8 @@ class WindowUsage:
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
     uncounted: tuple[tuple[str, str], ...] = ()
     """The commands of processes that cannot count their memory on the CPU, each with the reason."""
+    simultaneous: Mapping[int, int] = field(default_factory=dict)
+    """The most bytes that all processes published at the same time, by the GPU's index in the machine."""
 
 
 def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
@@ -104,6 +107,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     unseen: dict[Unseen, None] = {}
     importing: dict[str, None] = {}
     uncounted: dict[tuple[str, str], None] = {}
+    simultaneous: dict[int, int] = {}
     for part in parts:
         for usage in part.usages:
             key = _key(usage)
@@ -114,6 +118,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
         unseen |= dict.fromkeys(part.unseen)
         importing |= dict.fromkeys(part.importing)
         uncounted |= dict.fromkeys(part.uncounted)
+        simultaneous |= {gpu: max(nbytes, simultaneous.get(gpu, 0)) for gpu, nbytes in part.simultaneous.items()}
     return WindowUsage(
         tuple(usages.values()),
         tuple(killed.values()),
@@ -122,6 +127,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
         tuple(unseen),
         tuple(importing),
         tuple(uncounted),
+        simultaneous,
     )
 
 
@@ -142,6 +148,7 @@ def _joined_device(earlier: DeviceUsage | None, later: DeviceUsage) -> DeviceUsa
         requested=max(earlier.requested, later.requested),
         live_before=earlier.live_before,
         allocations=earlier.allocations + later.allocations,
+        published=None if earlier.published is None else later.published,
     )
 
 
@@ -185,6 +192,7 @@ class ProcessWindows:
         _remove_abandoned()
         self._further_variables = dict(variables or {})
         self._folder, self._listener = _folder_with_listener()
+        self._shared = SharedBytes(self._folder)
         self._connections: dict[socket.socket, bytearray] = {}
         """Connections to processes, each with the received begin of an answer."""
         self._invalid: dict[str, None] = {}
@@ -203,11 +211,12 @@ class ProcessWindows:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables with which a child process reports, in addition to the variables in ``environment``."""
-        return {**self._further_variables, **reporting_to(self._folder, environment)}
+        return {**self._further_variables, **reporting_to(self._folder, environment, self._shared.library)}
 
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""
         self._close_sockets()
+        self._shared.close()
         if self._owner == os.getpid():
             for _ in range(_MOST_REMOVALS):
                 if self._folder.exists():
@@ -319,7 +328,13 @@ class ProcessWindows:
                 continue
             (usages if usage.ended is not None else killed).append(self._with_live_first(usage))
             path.unlink(missing_ok=True)
-        part = WindowUsage(tuple(usages), tuple(killed), tuple(silent), tuple(unknown))
+        part = WindowUsage(
+            tuple(usages),
+            tuple(killed),
+            tuple(silent),
+            tuple(unknown),
+            simultaneous=self._shared.restart(is_running),
+        )
         for window in self._open:
             window.parts.append(part)
         return part

@@ -45,6 +45,8 @@ class Remarks(NamedTuple):
     gained_before: int = 0
     """`Measurement.gained_before`"""
     imbalance: float | None = None
+    simultaneous: Mapping[str, int] = {}
+    """`Measurement.simultaneous`"""
     details: ProcessDetails | None = None
     """`Measurement.process`"""
     pids: tuple[int, ...] = ()
@@ -79,7 +81,8 @@ class StepProcesses:
     def remarks(self, process: str) -> Remarks:
         """Return the remarks on a process in all runs so far. ``process`` may be `ALL`."""
         if process == ALL:
-            return Remarks(self._jobs[-1].notes, self._jobs[0].gained_before, self._jobs[-1].imbalance)
+            last = self._jobs[-1]
+            return Remarks(last.notes, self._jobs[0].gained_before, last.imbalance, self._simultaneous())
         figures = [each for job in self._jobs for each in job.processes if each.name == process]
         notes = dict.fromkeys(note for each in figures for note in each.notes)
         return Remarks(
@@ -88,6 +91,18 @@ class StepProcesses:
             details=figures[-1].details,
             pids=tuple(each.pid for each in figures),
         )
+
+    def _simultaneous(self) -> dict[str, int]:
+        """Return the most bytes that several processes held at the same time in any run, by GPU.
+
+        In a run with a single process on a GPU, its peak counts, and otherwise the sum of the peaks if nothing better is known.
+        """
+        held = [
+            {**{gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()}, **job.simultaneous}
+            for job in self._jobs
+        ]
+        gpus = sorted({gpu for job in self._jobs for gpu in job.simultaneous})
+        return {gpu: max(job.get(gpu, 0) for job in held) for gpu in gpus}
 
 
 def beside_processes(own: ByDevice, job: JobFigures) -> ByDevice:

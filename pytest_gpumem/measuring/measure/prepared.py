@@ -78,6 +78,8 @@ class MeasuredStep:
     """`Measurement.process`"""
     pids: tuple[int, ...] = ()
     """The pids of the process in the runs of the step. A step may start a new process in each run."""
+    simultaneous: Mapping[str, int] = field(default_factory=dict)
+    """`Measurement.simultaneous`"""
 
     @property
     def is_own(self) -> bool:
@@ -152,6 +154,7 @@ def with_processes(
             imbalance=remarks.imbalance,
             process=remarks.details,
             pids=remarks.pids,
+            simultaneous=remarks.simultaneous,
         )
     return replace(step, processes=measured) if measured else step
 

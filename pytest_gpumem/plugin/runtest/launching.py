@@ -97,7 +97,7 @@ def launch(
         # A job may set RANK for itself, and to the test's own rank by chance.
         launchers = {name: value for name, value in os.environ.items() if name != "RANK"}
         job = replace(job, usages=tuple(without_rank_in(launchers, job.usages)))
-        figures = job_figures(job.usages, name_of_devices(run.device))
+        figures = job_figures(job.usages, name_of_devices(run.device), simultaneous=job.simultaneous)
         check_job(words, job, figures, ranks)
         return job, figures
 

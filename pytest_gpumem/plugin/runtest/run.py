@@ -589,6 +589,7 @@ class TestRun:
             gained_before=figures.gained_before,
             process=figures.details,
             by_device=figures.by_gpu if len(figures.by_gpu) > 1 else {},
+            simultaneous=figures.simultaneous,
         )
         return self.judging.judge(measurement)
 
@@ -633,6 +634,7 @@ class TestRun:
             gained_before=step.gained_before,
             process=step.process,
             by_device=by_device,
+            simultaneous=step.simultaneous,
             step_peaks_by_device={device: devices[device].step_peaks for device in by_device},
         )
 

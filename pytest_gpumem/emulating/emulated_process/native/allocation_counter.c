@@ -1,13 +1,20 @@
-/* Counts torch's allocations on the CPU, in all threads of a process.
+/* Counts torch's allocations on the CPU and on CUDA devices, in all threads of a process.
 
    torch's allocator for the CPU is in libc10.so. It gets each block from `posix_memalign`, and frees it by `free`. `counter_install`
    puts the functions here in their place, in libc10.so's table of other libraries' functions (the global offset table). Other
    libraries keep the original functions. A freed block counts only if its allocation was counted.
 
+   torch's allocator for CUDA is in libc10_cuda.so. It reports each allocation and each free to torch's profiler by a function in
+   libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function.
+
+   Several processes may share a file with the bytes that each of them holds now, on each device (`struct shared`). So the highest
+   sum over all processes is known, also if nobody looks when it is reached.
+
    A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
 #define _GNU_SOURCE
+#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 #include <pthread.h>
@@ -61,6 +68,20 @@ struct python {
 };
 
 #define MOST_FRAMES 64
+#define MOST_DEVICES 64
+#define MOST_PROCESSES 512
+
+/* A process's place in the file. */
+struct process {
+    int64_t owner; /* 0 for a free place */
+    int64_t live[MOST_DEVICES];
+};
+
+/* The file, by the devices' indices in the machine. Only atomic operations change it. */
+struct shared {
+    int64_t sum[MOST_DEVICES], highest[MOST_DEVICES]; /* `highest`: of `sum`, since the last `shared_restart` */
+    struct process processes[MOST_PROCESSES];
+};
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *blocks;
@@ -78,6 +99,34 @@ static void (*at_begin)(void); /* called after the first allocation */
 static int has_begun;
 static __thread int is_calling;
 static __thread int64_t current_note;
+
+static struct shared *shared; /* where this process publishes its bytes */
+static struct process *own_process;
+static int publishes_cuda;               /* 0: publishes the CPU */
+static int32_t in_machine[MOST_DEVICES]; /* the devices' indices in the machine; -1 for a device that is not published */
+
+static void raise_to(int64_t *highest, int64_t bytes) {
+    int64_t before = __atomic_load_n(highest, __ATOMIC_SEQ_CST);
+    while (before < bytes &&
+           !__atomic_compare_exchange_n(highest, &before, bytes, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+    }
+}
+
+/* Only a process itself changes its bytes. If it is killed meanwhile, `sum` is too high, and never too low. */
+static void set_live(struct shared *table, struct process *process, int device, int64_t bytes) {
+    int64_t change = bytes - process->live[device];
+    if (change > 0)
+        raise_to(&table->highest[device], __atomic_add_fetch(&table->sum[device], change, __ATOMIC_SEQ_CST));
+    __atomic_store_n(&process->live[device], bytes, __ATOMIC_SEQ_CST);
+    if (change < 0)
+        __atomic_add_fetch(&table->sum[device], change, __ATOMIC_SEQ_CST);
+}
+
+/* Publish the bytes in a device's tensors. The caller has `lock`. */
+static void publish(int is_cuda, int device, int64_t bytes) {
+    if (own_process && is_cuda == publishes_cuda && in_machine[device] >= 0)
+        set_live(shared, own_process, in_machine[device], bytes);
+}
 
 static size_t place_of(uintptr_t address) {
     return (size_t)((address >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (places - 1);
@@ -208,6 +257,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         put((uintptr_t)*result, (int64_t)bytes);
         live += (int64_t)bytes;
         peak = live > peak ? live : peak;
+        publish(0, 0, live);
     }
     allocations++;
     size_t index = note((uintptr_t)*result, (int64_t)bytes, 1);
@@ -228,6 +278,7 @@ static void counted_free(void *address) {
         int64_t bytes = take((uintptr_t)address);
         if (bytes >= 0) {
             live -= bytes;
+            publish(0, 0, live);
             note((uintptr_t)address, bytes, 0);
         }
         pthread_mutex_unlock(&lock);
@@ -252,6 +303,7 @@ static void in_child(void) {
     forget();
     event_count = 0; /* its frames stay allocated, because nobody may call Python here */
     is_recording = is_calling = 0;
+    own_process = NULL; /* the parent's */
     pthread_mutex_unlock(&lock);
 }
 
@@ -266,10 +318,18 @@ static void replace(uintptr_t slot, void *function, uintptr_t read_only, uintptr
         mprotect((void *)page, page_bytes, PROT_READ);
 }
 
-static int in_library(struct dl_phdr_info *library, size_t size, void *is_found) {
+/* A function that a library gets from another library, and the function here in its place. */
+struct replacement {
+    const char *library, *function; /* "/libc10.so" */
+    void *ours;
+    int is_replaced;
+};
+
+static int in_library(struct dl_phdr_info *library, size_t size, void *replacements) {
     (void)size;
     const char *name = strrchr(library->dlpi_name, '/');
-    if (!name || strcmp(name, "/libc10.so"))
+    struct replacement *first = replacements;
+    if (!name || strcmp(name, first->library))
         return 0;
     uintptr_t base = library->dlpi_addr, read_only = 0, read_only_end = 0;
     const ElfW(Dyn) *dynamic = NULL;
@@ -303,17 +363,25 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *is_found)
                 continue;
             const ElfW(Sym) *symbol = (const ElfW(Sym) *)symbols + ELF64_R_SYM(entry->r_info);
             const char *function = (const char *)strings + symbol->st_name;
-            if (!strcmp(function, "posix_memalign"))
-                replace(base + entry->r_offset, (void *)counted_memalign, read_only, read_only_end);
-            else if (!strcmp(function, "free"))
-                replace(base + entry->r_offset, (void *)counted_free, read_only, read_only_end);
+            for (struct replacement *one = first; one->library; one++)
+                if (!strcmp(function, one->function)) {
+                    replace(base + entry->r_offset, one->ours, read_only, read_only_end);
+                    one->is_replaced = 1;
+                }
         }
     }
-    *(int *)is_found = 1;
     return 1;
 }
 
-/* Begin to count. Return 0 if libc10.so is not loaded. Further calls in this process and in its forks change nothing. */
+/* Replace functions of a single library, up to an entry without a library. Return 0 if not all of them were found. */
+static int replace_all(struct replacement *replacements) {
+    dl_iterate_phdr(in_library, replacements);
+    while (replacements->library && replacements->is_replaced)
+        replacements++;
+    return !replacements->library;
+}
+
+/* Begin to count. Return 0 if libc10.so does not call these functions. Further calls in this process and in its forks change nothing. */
 int counter_install(const struct python *functions) {
     static int is_found, has_fork_functions;
     if (is_found)
@@ -323,8 +391,12 @@ int counter_install(const struct python *functions) {
     if (!has_fork_functions && pthread_atfork(before_fork, in_parent, in_child))
         return 0;
     has_fork_functions = 1;
-    dl_iterate_phdr(in_library, &is_found);
-    return is_found;
+    struct replacement replacements[] = {
+        {"/libc10.so", "posix_memalign", (void *)counted_memalign, 0},
+        {"/libc10.so", "free", (void *)counted_free, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    return is_found = replace_all(replacements);
 }
 
 /* Forget everything that was counted, and call a function after the next allocation. */
@@ -398,4 +470,149 @@ void counter_copy(struct event *history, struct block *alive, size_t most, size_
                 *alive++ = blocks[place];
     }
     pthread_mutex_unlock(&lock);
+}
+
+/* c10::Device. It is passed like an integer of two bytes. */
+struct device {
+    int8_t type, index;
+};
+
+#define CUDA 1
+#define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE" /* c10::reportMemoryUsageToProfiler */
+
+typedef void (*report)(void *, int64_t, size_t, size_t, struct device);
+
+static report torchs_report;
+static struct {
+    int64_t live, peak, allocations;
+} on_cuda[MOST_DEVICES];
+
+/* Called by torch's allocator at each allocation, and at each free with negative bytes. The calling thread has the lock of the
+   device's allocator, and perhaps Python's lock. So this function must wait for no lock except `lock`, and must not call Python.
+   `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
+static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
+    if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+        pthread_mutex_lock(&lock);
+        on_cuda[device.index].live = (int64_t)allocated;
+        if (on_cuda[device.index].peak < (int64_t)allocated)
+            on_cuda[device.index].peak = (int64_t)allocated;
+        on_cuda[device.index].allocations += bytes > 0;
+        publish(1, device.index, (int64_t)allocated);
+        pthread_mutex_unlock(&lock);
+    }
+    torchs_report(address, bytes, allocated, reserved, device);
+}
+
+/* Begin to count on CUDA devices. Return 0 if libc10_cuda.so is not loaded, or does not report its allocations by this function.
+   The table may have a stub that finds torch's function at the first call, so torch's function is looked up. */
+int cuda_install(void) {
+    static int is_found;
+    if (is_found)
+        return 1;
+    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    torchs_report = library ? (report)dlsym(library, REPORT) : NULL;
+    struct replacement replacements[] = {
+        {"/libc10_cuda.so", REPORT, (void *)counted_report, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    return is_found = torchs_report && replace_all(replacements);
+}
+
+/* Write a CUDA device's allocated bytes, their peak, and the number of allocations. */
+void cuda_read(int device, int64_t figures[3]) {
+    pthread_mutex_lock(&lock);
+    figures[0] = on_cuda[device].live;
+    figures[1] = on_cuda[device].peak;
+    figures[2] = on_cuda[device].allocations;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Begin a new peak at a CUDA device's allocated bytes. */
+void cuda_restart_peak(int device) {
+    pthread_mutex_lock(&lock);
+    on_cuda[device].peak = on_cuda[device].live;
+    pthread_mutex_unlock(&lock);
+}
+
+size_t shared_bytes(void) { return sizeof(struct shared); }
+
+/* Return an open file as a table for several processes, or NULL. */
+struct shared *shared_map(int file) {
+    void *table = mmap(NULL, sizeof(struct shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    return table == MAP_FAILED ? NULL : table;
+}
+
+void shared_unmap(struct shared *table) { munmap(table, sizeof *table); }
+
+static struct process *process_of(struct shared *table, int64_t owner) {
+    for (int place = 0; place < MOST_PROCESSES; place++)
+        if (__atomic_load_n(&table->processes[place].owner, __ATOMIC_SEQ_CST) == owner)
+            return &table->processes[place];
+    return NULL;
+}
+
+static void clear(struct shared *table, struct process *process) {
+    for (int device = 0; device < MOST_DEVICES; device++)
+        set_live(table, process, device, 0);
+}
+
+/* Take this process's bytes out of its table, because the process ends. */
+void shared_leave(void) {
+    pthread_mutex_lock(&lock);
+    if (own_process) {
+        clear(shared, own_process);
+        __atomic_store_n(&own_process->owner, 0, __ATOMIC_SEQ_CST);
+    }
+    own_process = NULL;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Publish this process's bytes in a table from now on. Return 0 if the table is full.
+
+   `owner` identifies the process. If the process ran another program before, it takes that program's place. `indices` are the
+   machine's indices of this process's first `count` devices. On the CPU there is one device, and `is_cuda` is 0. */
+int shared_publish(struct shared *table, int64_t owner, const int32_t *indices, int count, int is_cuda) {
+    shared_leave();
+    struct process *process = process_of(table, owner);
+    while (!process && (process = process_of(table, 0))) {
+        int64_t nobody = 0;
+        if (!__atomic_compare_exchange_n(&process->owner, &nobody, owner, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+            process = NULL; /* another process has taken this place */
+    }
+    if (!process)
+        return 0;
+    clear(table, process);
+    pthread_mutex_lock(&lock);
+    shared = table;
+    own_process = process;
+    publishes_cuda = is_cuda;
+    for (int device = 0; device < MOST_DEVICES; device++) {
+        in_machine[device] = device < count && indices[device] < MOST_DEVICES ? indices[device] : -1;
+        publish(is_cuda, device, is_cuda ? on_cuda[device].live : live);
+    }
+    pthread_mutex_unlock(&lock);
+    return 1;
+}
+
+/* Write the owners of all places, and 0 for each free place. */
+void shared_owners(struct shared *table, int64_t owners[MOST_PROCESSES]) {
+    for (int place = 0; place < MOST_PROCESSES; place++)
+        owners[place] = __atomic_load_n(&table->processes[place].owner, __ATOMIC_SEQ_CST);
+}
+
+/* Take the bytes of a process that was killed out of the table. */
+void shared_remove(struct shared *table, int64_t owner) {
+    struct process *process = process_of(table, owner);
+    if (process) {
+        clear(table, process);
+        __atomic_store_n(&process->owner, 0, __ATOMIC_SEQ_CST);
+    }
+}
+
+/* Write the highest sum on each device since the last call, and begin again at the current sum. */
+void shared_restart(struct shared *table, int64_t highest[MOST_DEVICES]) {
+    for (int device = 0; device < MOST_DEVICES; device++) {
+        highest[device] = __atomic_exchange_n(&table->highest[device], 0, __ATOMIC_SEQ_CST);
+        raise_to(&table->highest[device], __atomic_load_n(&table->sum[device], __ATOMIC_SEQ_CST));
+    }
 }

@@ -1,0 +1,10 @@
+"""The bytes that several processes hold at the same time, on an emulated GPU."""
+
+from __future__ import annotations
+
+from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects them here
+    session,
+    test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum,
+    test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline,
+    test_idle_and_killed_servers_do_not_count_and_the_own_peak_does,
+)

@@ -1,0 +1,136 @@
+"""The file in which processes publish the bytes of their tensors."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
+from tests import preloaded
+
+LIBRARY = counter_library()
+pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
+BEGIN = f"""
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
+from pytest_gpumem.emulating.emulated_process.shared_bytes import PublishedBytes, SharedBytes
+
+LIBRARY = {str(LIBRARY)!r}
+counting = CpuStatistics(LIBRARY)
+
+
+def block(kib):
+    return torch.empty(kib << 10, dtype=torch.uint8)
+
+
+def publishing(folder=Path("shared"), started=1):
+    published = PublishedBytes(LIBRARY, folder, is_cuda=False)
+    published.begin(started, [0])
+    return published
+
+
+def highest(all_run=True):
+    return shared.restart(lambda pid, started: all_run).get(0, 0) >> 10
+
+
+Path("shared").mkdir()
+shared = SharedBytes(Path("shared"))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run code in a process that counts, and return the words that it prints."""
+
+    def run_code(code):
+        done = preloaded.run("-c", BEGIN + code, cwd=tmp_path, env=dict(os.environ))
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split()
+
+    return run_code
+
+
+def test_the_highest_sum_begins_again_at_the_current_sum(run):
+    printed = run("""
+kept = block(10)
+published = publishing()
+print(highest())
+block(30)
+print(highest(), highest())
+del kept
+print(highest(), highest())
+published.end()
+block(50)
+print(highest())
+""")
+    assert printed == ["10", "40", "10", "10", "0", "0"]
+
+
+def test_a_fork_has_no_bytes_until_it_publishes_its_own(run):
+    printed = run("""
+kept, more = block(10), []
+publishing()
+def in_fork(code):
+    pid = os.fork()
+    if pid == 0:
+        code()
+        os._exit(0)
+    os.waitpid(pid, 0)
+in_fork(lambda: block(100))
+print(highest())
+def publish():
+    more.append(block(5))
+    publishing(started=2)
+    block(20)
+in_fork(publish)
+print(highest(), highest())
+print(highest(all_run=False), highest())
+""")
+    assert printed == ["10", "35", "15", "15", "0"], "a killed fork's bytes leave the sum when its end is noticed"
+
+
+def test_a_program_takes_the_place_of_the_process_that_runs_it(run, tmp_path):
+    second = BEGIN[: BEGIN.index('Path("shared").mkdir()')]
+    (tmp_path / "second.py").write_text(
+        f"{second}kept = block(5)\npublishing(started=2)\nblock(20)\nos._exit(0)\n", encoding="utf-8"
+    )
+    printed = run("""
+kept = block(10)
+publishing()
+if os.fork() == 0:
+    kept_in_fork = block(7)
+    publishing(started=2)
+    os.execv(sys.executable, [sys.executable, "second.py"])
+os.wait()
+print(highest(), highest())
+""")
+    assert printed == ["35", "15"]
+
+
+def test_a_full_file_a_link_and_a_short_file_publish_nothing(run, tmp_path):
+    printed = run("""
+other = (1).to_bytes(8, "little") + bytes(64 * 8)
+with open("shared/bytes", "r+b") as file:
+    file.seek(2 * 64 * 8)
+    file.write(512 * other)
+print(publishing().live(0, 7, 0))
+Path("link").symlink_to("shared")
+print(publishing(Path("link")).live(0, 7, 0))
+Path("linked").mkdir()
+Path("linked/bytes").symlink_to(Path("shared/bytes").absolute())
+print(publishing(Path("linked")).live(0, 7, 0))
+Path("short").mkdir()
+Path("short/bytes").write_bytes(b"0" * 100)
+print(publishing(Path("short")).live(0, 7, 0))
+print(publishing(Path("none")).live(0, 7, 0))
+with open("shared/bytes", "r+b") as file:
+    file.write(bytes(2 * 64 * 8 + 8))
+print(publishing().live(0, 7, 0))
+""")
+    assert printed == ["None", "None", "None", "None", "None", "7"]

@@ -1,0 +1,206 @@
+"""Tests of the bytes that several processes hold at the same time: they are exact, a budget limits them, and no baseline has them.
+
+They are imported by a file for an emulated GPU and a file for the CPU. The fixture `processes` runs sessions on the device.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import figures_of, verdicts_of
+
+MIB = 1 << 20
+PROGRAM = """
+import multiprocessing
+import os
+import sys
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def block(mib):
+    import torch
+
+    return torch.empty(mib << 20, dtype=torch.uint8, device=os.environ.get("DEVICE", "cuda"))
+
+
+def work(barrier, turn, size, together):
+    kept = block(2)
+    for number in range(4):
+        barrier.wait()
+        more = block(size) if together or number % 2 == turn else None
+        barrier.wait()
+        del more
+        barrier.wait()
+
+
+def two(together):
+    barrier = CONTEXT.Barrier(2)
+    sizes = (8, 6)
+    processes = [CONTEXT.Process(target=work, args=(barrier, turn, sizes[turn], together)) for turn in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def serve(pipe):
+    kept = block(4)
+    while size := pipe.recv():
+        block(size)
+        pipe.send(size)
+
+
+class Server:
+    def __init__(self, name):
+        self.pipe, other = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=serve, args=(other,), name=name)
+        self.process.start()
+        self.ask(2)
+
+    def ask(self, size):
+        self.pipe.send(size)
+        self.pipe.recv()
+
+
+if __name__ == "__main__":
+    two("together" in sys.argv)
+"""
+TEST = """
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import parts
+
+LIMITED = pytest.mark.gpumem(max_memory=os.environ.get("LIMIT", "1 GB"))
+
+
+@LIMITED
+@pytest.mark.parametrize("how", ["by turns", "together"])
+def test_job(gpumem, how):
+    gpumem.launch([sys.executable, "parts.py", how], timeout=200)
+
+
+@LIMITED
+@pytest.mark.parametrize("how", ["by turns", "together"])
+def test_call(how):
+    parts.two(how == "together")
+"""
+SERVER_TEST = """
+import os
+import sys
+
+import pytest
+import torch
+
+import parts
+
+
+@pytest.fixture(scope="module")
+def server():
+    servers = [parts.Server(name) for name in ("server", "idle", "killed")]
+    servers[2].process.kill()
+    servers[2].process.join()
+    yield servers[0]
+    for server in servers[:2]:
+        server.pipe.send(0)
+        server.process.join()
+
+
+@pytest.mark.gpumem
+def test_server(server):
+    child = parts.CONTEXT.Process(target=parts.block, args=(2,))
+    child.start()
+    child.join()
+    server.ask(6)
+
+
+@pytest.mark.gpumem
+def test_own(server):
+    mine = parts.block(2)
+    del mine
+    child = parts.CONTEXT.Process(target=parts.block, args=(2,))
+    child.start()
+    child.join()
+    server.ask(6)
+
+
+def test_step(gpumem, server):
+    def step():
+        child = parts.CONTEXT.Process(target=parts.block, args=(2,))
+        child.start()
+        child.join()
+        server.ask(6)
+
+    gpumem.measure(step)
+"""
+
+
+@pytest.fixture
+def session(processes, tmp_path):
+    (tmp_path / "parts.py").write_text(PROGRAM, encoding="utf-8")
+
+    def run(test, *arguments, **variables):
+        (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
+        return processes.pytest(
+            "--no-gpumem-time", "--junitxml=report.xml", *arguments, new=True, timeout=1200, **variables
+        )
+
+    return run
+
+
+def of_all(report):
+    """The sum of the peaks and the most bytes at the same time in MiB, for all processes of each test."""
+    found = {}
+    for test, verdict in verdicts_of(report).items():
+        whole = next(
+            part["measurement"]
+            for part in verdict["verdicts"]
+            if part["measurement"]["workload"]["step"] in ("launch", "processes")
+        )
+        (held,) = whole["simultaneous"].values()
+        found[test] = whole["metrics"]["peak_allocated"] / MIB, held / MIB
+    return found
+
+
+def test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline(session, tmp_path):
+    recorded = session(TEST, "--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    expected = {"by turns": (18, 12), "together": (18, 18)}
+    held = of_all(tmp_path / "report.xml")
+    assert held == {f"{test}[{how}]": expected[how] for test in ("test_job", "test_call") for how in expected}
+    first = figures_of(tmp_path / "report.xml")
+    stored = "".join(path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.toml"))
+    assert "peak_allocated" in stored
+    assert "simultaneous" not in stored
+    assert session(TEST, "--gpumem-baseline").returncode == 0
+    assert figures_of(tmp_path / "report.xml") == first
+
+
+@pytest.mark.parametrize(
+    ("workers", "other_workers"),
+    [
+        pytest.param((), ("-n", "2"), id="quick"),
+        pytest.param(("-n", "2"), (), id="exchanged", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum(session, workers, other_workers):
+    between = session(TEST, "-k", "turns", *workers, LIMIT="12 MiB")
+    assert between.returncode == 0, between.stdout
+    below = session(TEST, *other_workers, LIMIT="12582911 B")
+    assert "4 failed" in below.stdout, below.stdout
+    for name in ("launch", "call: all processes"):
+        assert f"In {name}: " in below.stdout
+    assert below.stdout.count("peak 12.58 MB, budget 12.58 MB: +1 B") == 2, below.stdout
+    assert "the processes held at most 12.58 MB. The budget limits these bytes" in below.stdout, below.stdout
+
+
+def test_idle_and_killed_servers_do_not_count_and_the_own_peak_does(session, tmp_path):
+    done = session(SERVER_TEST)
+    assert done.returncode == 0, done.stdout
+    assert of_all(tmp_path / "report.xml") == {"test_server": (12, 10), "test_own": (14, 12), "test_step": (12, 10)}

@@ -1,0 +1,18 @@
+"""The bytes that several processes hold at the same time, on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cpu_sessions import CpuSessions
+from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects them here
+    session,
+    test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum,
+    test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline,
+    test_idle_and_killed_servers_do_not_count_and_the_own_peak_does,
+)
+
+
+@pytest.fixture
+def processes(tmp_path):
+    return CpuSessions(tmp_path)
