@@ -232,6 +232,7 @@ def objects(schema):
 ADDED_SINCE = {
     "causes",
     "not_explained",
+    "simultaneous",
     "accept",
     "bisect",
     "packages",
