@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects them here
+    TEST,
     session,
     test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum,
     test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline,
     test_idle_and_killed_servers_do_not_count_and_the_own_peak_does,
 )
+
+
+def test_a_budget_limits_the_sum_if_an_allocator_does_not_report_its_allocations(session):  # noqa: F811 -- the fixture
+    done = session(TEST, "-k", "job and turns", LIMIT="15 MB", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    assert "peak 18.87 MB, budget 15.00 MB" in done.stdout, done.stdout
+    assert "the sum of 2 processes' peaks, an upper bound" in done.stdout, done.stdout
+    assert "the processes held" not in done.stdout, done.stdout

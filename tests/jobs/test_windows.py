@@ -346,7 +346,7 @@ def test_a_fork_of_the_tests_process_leaves_the_connections_to_the_test(windows,
     assert folder_of(windows).is_dir()
 
 
-def usage(pid: int = 1, window: int | None = None, ended: int | None = None, **device: int) -> ProcessUsage:
+def usage(pid: int = 1, window: int | None = None, ended: int | None = None, **device: int | None) -> ProcessUsage:
     values = {"allocated": 0, "reserved": 0, "retries": 0, **device}
     return ProcessUsage(pid, ended, (DeviceUsage(0, **values),), process=ProcessIdentity(pid), window=window)
 
@@ -382,6 +382,17 @@ def test_a_gpu_that_a_process_used_in_one_part_only_is_in_the_joined_window():
     first, second = usage(allocated=5), replace(usage(window=2), devices=(DeviceUsage(1, 6, 6, 0),))
     (both,) = joined([WindowUsage((first,)), WindowUsage((second,))]).usages
     assert [(device.device, device.allocated) for device in both.devices] == [(0, 5), (1, 6)]
+
+
+def test_joined_parts_have_the_most_bytes_held_at_the_same_time_in_any_part():
+    parts = [WindowUsage(simultaneous={0: 5, 1: 7}), WindowUsage(), WindowUsage(simultaneous={0: 6, 1: 2})]
+    assert joined(parts).simultaneous == {0: 6, 1: 7}
+
+
+@pytest.mark.parametrize(("first", "later", "whole"), [(1, 2, 2), (None, 2, None), (1, None, None)])
+def test_a_process_that_did_not_publish_in_a_part_did_not_publish(first, later, whole):
+    parts = [WindowUsage((usage(published=published),)) for published in (first, later)]
+    assert joined(parts).usages == (usage(published=whole),)
 
 
 def test_a_later_process_with_the_same_pid_is_another_process():

@@ -234,6 +234,7 @@ ADDED_SINCE = {
     "process",
     "causes",
     "not_explained",
+    "simultaneous",
     "accept",
     "bisect",
     "packages",
