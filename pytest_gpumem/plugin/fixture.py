@@ -110,8 +110,8 @@ class Gpumem:
     times, until a step compiles nothing and keeps the scale.
 
     Other processes that a step uses, for example a server, have measurements as well, such as ``measure: serve.py`` and
-    ``measure: all processes``. They have a peak and a `growth`, and no times. If only other processes use memory, the
-    methods return the measurement of all processes, with the times of the step.
+    ``measure: all processes``. They have a peak and a `growth`, and no times. There is one exception: if only other processes
+    use memory, the methods return the measurement of all processes, and this measurement has the times of the step.
 
     A region may contain other regions. Any other measurement within a measurement raises `MeasuringError`.
     """
@@ -300,9 +300,10 @@ class Gpumem:
         `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
         In a process's composition, memory from backward has no line.
 
-        The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed
-        by SIGKILL, or still runs when the command has ended. A process writes no figures if it does not inherit the
-        environment, runs with ``python -I``, ``-E`` or ``-S``, or uses a GPU without torch. Only Linux shows such processes.
+        The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed by
+        SIGKILL or another signal that ends it at once, or still runs when the command has ended. A process writes no figures if
+        it does not inherit the environment, runs with ``python -I``, ``-E`` or ``-S``, or uses a GPU without torch. Only Linux
+        shows such processes.
 
         Args:
             command: The program and its arguments.
@@ -320,8 +321,8 @@ class Gpumem:
         Raises:
             JobError: The command cannot be started, ends with another exit status than 0, takes too long, lacks ranks, has a
                 process without figures, or uses no GPU.
-            TypeError: ``command`` is not a list of words, ``timeout`` is not a number above 0, or ``ranks`` is not a whole
-                number of 1 or more.
+            TypeError: ``command`` is not a list of words, ``timeout`` is not a number above 0, ``ranks`` is not a whole
+                number of 1 or more, or ``env`` has other values than texts and paths.
 
         Example::
 
@@ -355,12 +356,11 @@ class Gpumem:
         step.
 
         The memory figures come from the loop's first ``steps`` steps. The first step creates lasting state, such as AdamW's
-        moments, so only budgets apply to its peak. `growth` comes from the last 12 of these steps. If some of the 12 steps
-        kept bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted,
-        explained and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the
-        highest peak again. If no step reaches it, the composition shows the step with the closest peak, and a note says so.
-        Other processes that use a GPU have measurements as well, such as ``loop: serve.py``. Their figures come from the same
-        steps.
+        moments, so only budgets apply to its peak. `growth` comes from the last 12 of these steps. If some of the 12 steps kept
+        bytes, but too few to distinguish a leak from a cache, 12 more steps are measured. Further steps are counted, explained
+        and timed. If the steps have different peaks, 6 to ``steps`` steps are recorded until a step reaches the highest peak
+        again. If no step reaches it, the composition shows the step with the closest peak, and a note says so. Other processes
+        with memory on the device have measurements as well, such as ``loop: serve.py``. Their figures come from the same steps.
 
         When all of this is measured, an exception leaves the ``with`` block, and the loop's own ``finally`` blocks and
         context managers run as usual. The exception is not a subclass of ``Exception``, so ``except Exception`` in the loop

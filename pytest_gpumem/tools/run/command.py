@@ -128,21 +128,23 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
 
     ## Processes started by the script
 
-    Each process with torch that inherits the environment reports its GPU memory. Examples are processes from `subprocess`,
-    `torch.multiprocessing.spawn` and `torchrun`. A process counts from the script's start to the end of step `--steps`, or to
-    the script's end if the script makes fewer steps.
+    Each process with torch that inherits the environment reports its memory on the device. Examples are processes from
+    `subprocess`, `torch.multiprocessing.spawn` and `torchrun`. A process counts from the script's start to the end of step
+    `--steps`, or to the script's end if the script makes fewer steps.
 
-    - The report has the measurement `loop: all processes`, and a measurement for each process on a GPU, such as
+    - The report has the measurement `loop: all processes`, and a measurement for each process on the device, such as
       `loop: train.py rank 0`. The names are those of [`gpumem.launch`](fixture.md#gpumemlaunch). Budgets and baselines apply
       to each measurement.
-    - The figure for all processes is the sum of their peaks on a GPU, including the script's own peak. Two processes are
-      added only if they ran at the same time. The sum is an upper bound, because the peaks may be at different times.
+    - The figure for all processes is the sum of their peaks on a GPU or on the CPU, including the script's own peak. Two
+      processes are added only if they ran at the same time. The sum is an upper bound, because the peaks may be at different
+      times.
     - If the script makes no step itself, as with `torch.multiprocessing.spawn`, the names begin with `script`, for example
-      `script: all processes`. The script's own process has a measurement only if it used the GPU.
+      `script: all processes`. The script's own process has a measurement only if it used the device.
     - `--steps` ends only the script. Other processes run to their own end, so let them train for few steps.
-    - The run fails if a process is killed by SIGKILL, or does not answer within 10 seconds. The message and the JSON report
-      have the reason, and a lower bound for a killed process's peak.
-    - A note names a running process with torch or CUDA and without a report: `not seen`. Only Linux shows such processes.
+    - The run fails if a process is killed by SIGKILL or another signal that ends it at once, or does not answer within 10
+      seconds. The message and the JSON report have the reason, and a lower bound for a killed process's peak.
+    - A note names a process with torch or CUDA and without a report: `not seen`. The last line counts it, and
+      `--gpumem-strict` fails the run. Only Linux shows such processes.
     - On a CPU, other processes are measured on Linux if a C compiler is installed. Otherwise a note names each process that
       loads torch: `not counted`. `DataLoader` workers count only if they use a GPU.
     - To measure the steps of each rank, start this command by torchrun:
