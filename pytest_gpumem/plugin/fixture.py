@@ -246,7 +246,8 @@ class Gpumem:
         the composition shows this memory without lines and operators.
 
         If the factory starts a server, or uses other processes in another way, they have measurements such as ``load:
-        serve.py``. If only other processes use memory, the measurement is the one of all processes.
+        serve.py``. If only other processes use memory, the measurement is the one of all processes. To explain these
+        processes, the factory also runs once more. Processes that still run for this second object are ended.
 
         Args:
             factory: A function without arguments that loads and returns a model, a state dict, or any other object with

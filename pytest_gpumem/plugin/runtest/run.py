@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _CALL = "call"
 _RUNS_ONCE = "a region runs only once. To explain it, pass its code to gpumem.measure as a function"
+_SCRIPT_RUNS_ONCE = "a script without steps runs only once"
 _OTHER_RANKS = "the other ranks would not run the code again with this rank"
 
 
@@ -400,9 +401,8 @@ class TestRun:
             return None
         by_gpu = {gpu: {"peak_allocated": peak} for gpu, peak in own_peaks.items()}
         notes = (*notes_on_missing(figures.values()), "no step was seen, so the whole script is measured")
-        return self.keep_with_processes(
-            self.judge_job(Workload("script"), JobFigures(by_gpu, (), notes), None), own_peaks, window
-        )
+        own = self.judge_job(Workload("script"), JobFigures(by_gpu, (), notes), None)
+        return self.keep_with_processes(own, own_peaks, window, _SCRIPT_RUNS_ONCE)
 
     def judge_processes(self, processes: Sequence[ProcessFigures], name: str) -> list[JudgedMeasurement]:
         """Judge the figures of each process in a job. ``name`` is the job's name."""
