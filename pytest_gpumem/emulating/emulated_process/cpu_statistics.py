@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
+from pytest_gpumem.torch_support.private_api.autograd_nodes import NEXT_NUMBER, NodeFunctions, node_functions, node_name
+from pytest_gpumem.torch_support.private_api.native_frames import native_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 _TEST_BYTES = 4096
 MOST_ENTRIES = 2**18
 """The most entries in a history. A tensor has two. An entry with 40 frames takes 0.7 kB."""
+_ACTIONS = ("free_completed", "alloc", CREATED_NODE)
+"""The entries' actions by the library's numbers for them."""
 _BEGIN = ctypes.CFUNCTYPE(None)
 _PYTHON = (
     "PyGILState_Ensure",
@@ -47,15 +52,31 @@ class _Frame(ctypes.Structure):
     _fields_ = (("code", ctypes.py_object), ("line", ctypes.c_int64))
 
 
+class _Node(ctypes.Structure):
+    _fields_ = (
+        ("thread", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("class", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+    )
+
+
 class _Event(ctypes.Structure):
     _fields_ = (
         ("address", ctypes.c_size_t),
         ("bytes", ctypes.c_int64),
-        ("is_allocation", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
         ("note", ctypes.c_int64),
+        ("node", _Node),
         ("depth", ctypes.c_int64),
+        ("native_depth", ctypes.c_int64),
         ("frames", ctypes.POINTER(_Frame)),
+        ("native", ctypes.POINTER(ctypes.c_size_t)),
     )
+
+
+class _Autograd(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in NodeFunctions._fields)
 
 
 class CpuStatistics:
@@ -171,7 +192,10 @@ class CpuStatistics:
         return nullcontext()
 
     def start_history(self) -> None:
-        """Start to record each allocation with its Python frames, and each free."""
+        """Start to record each allocation with its stack, each free, and each new node in autograd's graph."""
+        functions = node_functions()
+        if functions is not None:
+            self._library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
         self._python.counter_record(ctypes.c_size_t(MOST_ENTRIES))
 
     def stop_history(self) -> None:
@@ -205,14 +229,14 @@ class CpuStatistics:
         stacks: dict[bytes, list[dict[str, Any]]] = {}
         entries = [
             {
-                "action": "alloc",
+                "action": _ACTIONS[event.kind],
                 "addr": event.address,
                 "size": event.bytes,
                 "frames": _frames_of(event, stacks),
                 "user_metadata": notes.get(event.note, ""),
+                "node": (event.node.thread, event.node.number),
+                "node_name": node_name(getattr(event.node, "class"), event.node.name),
             }
-            if event.is_allocation
-            else {"action": "free_completed", "addr": event.address, "size": event.bytes}
             for event in events[: counts[0]]
         ]
         return [entries], {0: {block.address: block.bytes for block in alive[: counts[1]]}}
@@ -220,12 +244,14 @@ class CpuStatistics:
 
 def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return an entry's frames in the form of torch's snapshots. Equal stacks are a single list in ``stacks``."""
-    if not event.depth:
+    depth, native_depth = event.depth, event.native_depth
+    if not depth and not native_depth:
         return []
-    key = ctypes.string_at(event.frames, event.depth * ctypes.sizeof(_Frame))
+    nbytes = depth * ctypes.sizeof(_Frame) + native_depth * ctypes.sizeof(ctypes.c_size_t)
+    key = depth.to_bytes(1, "big") + ctypes.string_at(event.frames, nbytes)
     if key not in stacks:
-        frames = event.frames[: event.depth]
-        stacks[key] = [
-            {"filename": frame.code.co_filename, "line": frame.line, "name": frame.code.co_name} for frame in frames
+        stacks[key] = [native_frame(address) for address in event.native[:native_depth]] + [
+            {"filename": frame.code.co_filename, "line": frame.line, "name": frame.code.co_name}
+            for frame in event.frames[:depth]
         ]
     return stacks[key]
