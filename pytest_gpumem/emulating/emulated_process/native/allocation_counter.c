@@ -1,8 +1,11 @@
-/* Counts torch's allocations on the CPU, in all threads of a process.
+/* Counts torch's allocations on the CPU and on CUDA devices, in all threads of a process.
 
    torch's allocator for the CPU is in libc10.so. It gets each block from `posix_memalign`, and frees it by `free`. `counter_install`
    puts the functions here in their place, in libc10.so's table of other libraries' functions (the global offset table). Other
    libraries keep the original functions. A freed block counts only if its allocation was counted.
+
+   torch's allocator for CUDA is in libc10_cuda.so. It reports each allocation and each free to torch's profiler by a function in
+   libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function.
 
    While it records, each allocation gets its call stack and autograd's running node, and each new node its call stack. A node asks
    torch for its number by a function in libtorch_cpu.so. `counter_watch_nodes` puts a function here in its place in each library.
@@ -13,6 +16,7 @@
 #define _GNU_SOURCE
 #include <stdlib.h>
 
+#include <dlfcn.h>
 #include <elf.h>
 #ifdef __GLIBC__
 #include <execinfo.h>
@@ -550,5 +554,67 @@ void counter_copy(struct event *history, struct block *alive, size_t most, size_
             if (blocks[place].address)
                 *alive++ = blocks[place];
     }
+    pthread_mutex_unlock(&lock);
+}
+
+/* c10::Device. It is passed like an integer of two bytes. */
+struct device {
+    int8_t type, index;
+};
+
+#define CUDA 1
+#define MOST_DEVICES 64
+#define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE" /* c10::reportMemoryUsageToProfiler */
+
+typedef void (*report)(void *, int64_t, size_t, size_t, struct device);
+
+static report torchs_report;
+static struct {
+    int64_t live, peak, allocations;
+} on_cuda[MOST_DEVICES];
+
+/* Called by torch's allocator at each allocation, and at each free with negative bytes. The calling thread has the lock of the
+   device's allocator, and perhaps Python's lock. So this function must wait for no lock except `lock`, and must not call Python.
+   `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
+static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
+    if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+        pthread_mutex_lock(&lock);
+        on_cuda[device.index].live = (int64_t)allocated;
+        if (on_cuda[device.index].peak < (int64_t)allocated)
+            on_cuda[device.index].peak = (int64_t)allocated;
+        on_cuda[device.index].allocations += bytes > 0;
+        pthread_mutex_unlock(&lock);
+    }
+    torchs_report(address, bytes, allocated, reserved, device);
+}
+
+/* Begin to count on CUDA devices. Return 0 if libc10_cuda.so is not loaded, or does not report its allocations by this function.
+   The table may have a stub that finds torch's function at the first call, so torch's function is looked up. */
+int cuda_install(void) {
+    static int is_found;
+    if (is_found)
+        return 1;
+    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    torchs_report = library ? (report)dlsym(library, REPORT) : NULL;
+    struct replacement replacements[] = {
+        {"/libc10_cuda.so", REPORT, (void *)counted_report, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    return is_found = torchs_report && replace_all(replacements);
+}
+
+/* Write a CUDA device's allocated bytes, their peak, and the number of allocations. */
+void cuda_read(int device, int64_t figures[3]) {
+    pthread_mutex_lock(&lock);
+    figures[0] = on_cuda[device].live;
+    figures[1] = on_cuda[device].peak;
+    figures[2] = on_cuda[device].allocations;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Begin a new peak at a CUDA device's allocated bytes. */
+void cuda_restart_peak(int device) {
+    pthread_mutex_lock(&lock);
+    on_cuda[device].peak = on_cuda[device].live;
     pthread_mutex_unlock(&lock);
 }
