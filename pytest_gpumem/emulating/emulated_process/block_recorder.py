@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory, with_nodes
+from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE, is_workspace, origin_of, stack_of
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
@@ -88,6 +91,9 @@ class History(Protocol):
     def stop_history(self) -> None:
         """Stop recording, and delete the history."""
 
+    def stop_calls(self) -> None:
+        """Read no more stacks, because Python ends."""
+
     def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
         """Within the context, call a function before the program starts or stops the history itself."""
 
@@ -110,26 +116,49 @@ class CudaHistory:
 
     device_type = "cuda"
 
+    def __init__(self, library: str | None = None) -> None:
+        """Begin without a history.
+
+        Args:
+            library: The path of the library that records autograd's nodes. Without it, memory from backward has no line.
+        """
+        self._nodes: CounterHistory | None = None
+        if library is not None:
+            with suppress(MeasuringError):
+                CudaReports(library)
+                self._nodes = CounterHistory(library)
+
     def lacking_history(self) -> str | None:
         return _lacking()
 
     def start_history(self) -> None:
         start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
+        if self._nodes is not None:
+            self._nodes.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
         stop_cuda_history()
+        if self._nodes is not None:
+            self._nodes.stop()
+
+    def stop_calls(self) -> None:
+        if self._nodes is not None:
+            self._nodes.stop_calls()
 
     def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
         return before_history_changes(call)
 
     def note_on_allocations(self, text: str) -> None:
         note_on_allocations(text)
+        if self._nodes is not None:
+            self._nodes.note(text)
 
     def frees(self) -> Sequence[int]:
         return [cuda_frees(device) for device in range(torch.cuda.device_count())]
 
     def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
         snapshot = cuda_snapshot()
+        recorded = None if self._nodes is None else self._nodes.recorded()
         traces = snapshot["device_traces"]
         if max(map(len, traces), default=0) >= MOST_ENTRIES:
             return f"the history has no room for more than {MOST_ENTRIES:,} entries"
@@ -138,7 +167,7 @@ class CudaHistory:
             for block in segment["blocks"]:
                 if block["state"] != "inactive":
                     active[segment["device"]][block["address"]] = block["requested_size"]
-        return traces, active
+        return traces if recorded is None else with_nodes(traces, recorded[0]), active
 
 
 class BlockRecorder:
@@ -175,6 +204,10 @@ class BlockRecorder:
         if recording is not None:
             with suppress(Exception):
                 recording.close()
+
+    def python_ends(self) -> None:
+        """Read no more stacks, because Python ends."""
+        self._history.stop_calls()
 
     def _give_way(self) -> None:
         """End the recording, because the program begins to record its history itself."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
-from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.before_torch import LIBRARY, LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses
@@ -131,7 +132,9 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
         folder: The folder.
         environment: The process's other environment variables. Their ``PYTHONPATH`` is extended.
     """
-    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **with_startup(environment)}
+    library = counter_library()
+    of_library = {} if isinstance(library, str) else {LIBRARY: str(library)}
+    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **of_library, **with_startup(environment)}
 
 
 def failure(command: Sequence[str], job: FinishedJob) -> str:

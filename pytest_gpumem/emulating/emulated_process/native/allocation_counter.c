@@ -14,11 +14,9 @@
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
 #define _GNU_SOURCE
-#include <stdlib.h>
-
 #include <dlfcn.h>
 #include <elf.h>
-#ifdef __GLIBC__
+#if __has_include(<execinfo.h>)
 #include <execinfo.h>
 #else
 #define backtrace(addresses, most) 0
@@ -26,6 +24,7 @@
 #include <link.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -63,7 +62,7 @@ struct node {
    creation has a note, the node, and the Python frames. */
 struct event {
     uintptr_t address;
-    int64_t bytes, kind, note;
+    int64_t bytes, kind, device, note;
     struct node node;
     int64_t depth, native_depth;
     struct frame *frames;
@@ -95,7 +94,7 @@ struct python {
 
 /* Functions of torch, the class of nodes that are written in Python, and the places of fields in bytes. */
 struct autograd {
-    struct shared {
+    struct reference {
         char *node, *owner, *unused; /* with more than two pointers, C and C++ return it in the same way */
     } (*current_node)(void);
     uint64_t (*thread)(void);
@@ -203,7 +202,7 @@ static struct node running_node(void) {
     struct node node = {0, 0, NULL, NULL};
     if (!autograd.current_node || !__atomic_load_n(&is_recording, __ATOMIC_RELAXED))
         return node;
-    struct shared found = autograd.current_node();
+    struct reference found = autograd.current_node();
     if (!found.node)
         return node;
     memcpy(&node.number, found.node + autograd.number_at, sizeof node.number);
@@ -218,7 +217,7 @@ static struct node running_node(void) {
 }
 
 /* Return the entry's index in the history, or SIZE_MAX. */
-static size_t note(uintptr_t address, int64_t bytes, int64_t kind, struct node node) {
+static size_t note(uintptr_t address, int64_t bytes, int64_t kind, int64_t device, struct node node) {
     if (!is_recording)
         return SIZE_MAX;
     if (event_count == event_places) {
@@ -231,7 +230,7 @@ static size_t note(uintptr_t address, int64_t bytes, int64_t kind, struct node n
         events = larger;
         event_places = more;
     }
-    events[event_count] = (struct event){address, bytes, kind, current_note, node, 0, 0, NULL, NULL};
+    events[event_count] = (struct event){address, bytes, kind, device, current_note, node, 0, 0, NULL, NULL};
     return event_count++;
 }
 
@@ -307,7 +306,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         peak = live > peak ? live : peak;
     }
     allocations++;
-    size_t index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, node);
+    size_t index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, 0, node);
     int64_t in_recording = recording;
     if (!has_begun && at_begin && !is_calling) {
         begin = at_begin;
@@ -319,7 +318,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         node = running_node();
         pthread_mutex_lock(&lock);
         if (index == SIZE_MAX) /* perhaps the function has begun a recording, which begins with this block */
-            index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, node);
+            index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, 0, node);
         in_recording = recording;
         pthread_mutex_unlock(&lock);
     }
@@ -334,7 +333,7 @@ static uint64_t noted_number(void) {
     if (__atomic_load_n(&is_recording, __ATOMIC_RELAXED)) {
         struct node node = {autograd.thread(), number, NULL, NULL};
         pthread_mutex_lock(&lock);
-        size_t index = note(0, 0, CREATED_NODE, node);
+        size_t index = note(0, 0, CREATED_NODE, 0, node);
         int64_t in_recording = recording;
         pthread_mutex_unlock(&lock);
         if (index != SIZE_MAX)
@@ -349,7 +348,7 @@ static void counted_free(void *address) {
         int64_t bytes = take((uintptr_t)address);
         if (bytes >= 0) {
             live -= bytes;
-            note((uintptr_t)address, bytes, FREED, (struct node){0, 0, NULL, NULL});
+            note((uintptr_t)address, bytes, FREED, 0, (struct node){0, 0, NULL, NULL});
         }
         pthread_mutex_unlock(&lock);
     }
@@ -451,16 +450,21 @@ static int replace_all(struct replacement *replacements) {
     return !replacements->function;
 }
 
-/* Begin to count. Return 0 if libc10.so does not call these functions. Further calls in this process and in its forks change nothing. */
-int counter_install(const struct python *functions) {
-    static int is_found, has_fork_functions;
-    if (is_found)
+/* Take Python's functions. Return 0 if this fails. Further calls in this process and in its forks change nothing. */
+int counter_prepare(const struct python *functions) {
+    static int is_prepared;
+    if (is_prepared)
         return 1;
     python = *functions;
     __atomic_store_n(&may_call_python, 1, __ATOMIC_RELEASE);
-    if (!has_fork_functions && pthread_atfork(before_fork, in_parent, in_child))
-        return 0;
-    has_fork_functions = 1;
+    return is_prepared = !pthread_atfork(before_fork, in_parent, in_child);
+}
+
+/* Begin to count on the CPU. Return 0 if libc10.so does not call these functions. Further calls change nothing. */
+int counter_install(void) {
+    static int is_found;
+    if (is_found)
+        return 1;
     struct replacement replacements[] = {
         {"/libc10.so", "posix_memalign", (void *)counted_memalign, 0},
         {"/libc10.so", "free", (void *)counted_free, 0},
@@ -578,7 +582,10 @@ static struct {
    `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
 static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
     if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+        struct node node = running_node();
         pthread_mutex_lock(&lock);
+        if (bytes > 0)
+            note((uintptr_t)address, bytes, ALLOCATED, device.index, node);
         on_cuda[device.index].live = (int64_t)allocated;
         if (on_cuda[device.index].peak < (int64_t)allocated)
             on_cuda[device.index].peak = (int64_t)allocated;
