@@ -297,7 +297,6 @@ class Gpumem:
         if several processes run the same program. The job's figure on a GPU is the largest sum of the peaks of processes that
         ran at the same time. This sum is an upper bound, because the peaks may be at different times. If at least two ranks
         used a GPU, the job also has `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
-        In a process's composition, memory from backward has no line.
 
         The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed
         by SIGKILL, or still runs when the command has ended. A process writes no figures if it does not inherit the

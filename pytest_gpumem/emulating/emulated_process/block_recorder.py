@@ -75,6 +75,7 @@ class Owner(NamedTuple):
 
 
 _WORKSPACE = Owner("workspace")
+_NO_NODE = (0, 0)
 
 
 class History(Protocol):
@@ -405,13 +406,14 @@ class _Groups:
         if owner.category == _WORKSPACE.category or is_workspace(stack):
             return _Place(_WORKSPACE)  # chance decides which operator is the first that needs it
         running = self._module_of(entry.get("user_metadata", ""))
-        origin = origin_of(stack, in_module=bool(running))
+        node = entry.get("node", _NO_NODE)
+        origin = origin_of(stack, in_module=bool(running), in_node=node != _NO_NODE)
         category = "temporary" if origin.in_backward and owner.category == Owner().category else owner.category
         operator = origin.operator
         node_frames: tuple[Frame, ...] = ()
         if origin.in_backward:
             operator = operator or entry.get("node_name", "")
-            created = self._nodes.get(entry.get("node", (0, 0)), {})
+            created = self._nodes.get(node, {})
             running = self._module_of(created.get("user_metadata", ""))  # a running module may only call backward
             # The line that calls backward also belongs to nodes that backward creates (`create_graph`).
             creating = stack_of(created.get("frames", ())).python

@@ -1,7 +1,7 @@
 """Record a history by the library `native/allocation_counter.c`: allocations, frees, and new nodes in autograd's graph.
 
-An entry has the form of those in torch's snapshots of GPUs, and further keys. At an allocation, ``node`` is autograd's running
-node as a pair of thread and number, and ``node_name`` is its name. An entry with the action `CREATED_NODE` has a new ``node``.
+An entry has the same form as in torch's snapshots, and further keys. At an allocation, ``node`` is autograd's running node as a
+pair of thread and number, and ``node_name`` is its name. An entry with the action `CREATED_NODE` has a new ``node``.
 
 Example: forward creates the node ``(1, 7)`` at line 30 in the module ``blocks.0.up``. When backward runs this node, its
 allocations have the same pair, so they belong to this line and this module.
@@ -38,7 +38,7 @@ _PYTHON = (
     "Py_IncRef",
     "Py_DecRef",
 )
-"""The library calls Python by these functions of Python's documented interface."""
+"""The library calls Python by these functions from Python's documented interface."""
 _ACTIONS = ("free_completed", "alloc", CREATED_NODE)
 """The entries' actions by the library's numbers for them."""
 
@@ -100,7 +100,7 @@ class CounterHistory:
         self.library.counter_note.argtypes = [ctypes.c_int64]
         self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
         self._notes = {"": 0}
-        """The numbers that the library notes, by the texts of `note`."""
+        """The noted numbers, by the texts in `note`."""
 
     def start(self, most_entries: int) -> None:
         """Start a new recording with room for ``most_entries``. Without known nodes, it has none."""
@@ -129,7 +129,7 @@ class CounterHistory:
         return live, peak, allocations, is_cut
 
     def live_blocks(self) -> int:
-        """Return the number of live blocks on the CPU."""
+        """Count the live blocks on the CPU."""
         counts = (ctypes.c_size_t * 2)()
         self.library.counter_copy(None, None, 0, counts)
         return counts[1]
@@ -163,7 +163,7 @@ class CounterHistory:
 
 
 def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return an entry's frames in the form of torch's snapshots. Equal stacks are a single list in ``stacks``."""
+    """Return an entry's frames as in torch's snapshots. Equal stacks are a single list in ``stacks``."""
     depth, native_depth = event.depth, event.native_depth
     if not depth and not native_depth:
         return []
@@ -183,7 +183,7 @@ def with_nodes(
     """Return torch's entries for each GPU with the nodes from this library's entries, and the entries for new nodes.
 
     Both histories have the same allocations in the same order. If another thread allocated while they began or ended, only one
-    of them has its block. So an address with a different number of allocations gets no nodes.
+    of them has its block. So an address gets no nodes if the numbers differ.
     """
     nodes: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     created = []

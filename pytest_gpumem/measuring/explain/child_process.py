@@ -35,8 +35,8 @@ def process_explanation(
 ) -> Explanation:
     """Return the explanation of a process's peak.
 
-    Memory from backward has the line that allocates, for example in a `torch.autograd.Function`. If there is none, it has the
-    line that created the autograd node in forward.
+    Memory from backward has the allocating line, for example in a `torch.autograd.Function`. If there is none, it has the line
+    in forward that created the autograd node.
 
     If the second run needed other memory, the explanation is about the second run, and a note says so. A server that keeps
     tensors still has those of the measured run when it runs again. They do not belong to the measured peak.
