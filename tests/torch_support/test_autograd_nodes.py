@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 import threading
 
@@ -105,6 +106,26 @@ def test_without_an_exported_function_there_are_no_functions(monkeypatch, name):
 def test_a_name_for_an_object_without_a_type_name_is_not_read(monkeypatch):
     monkeypatch.setattr(autograd_nodes, "_NAME", 32)
     assert node_functions() is None
+
+
+def test_without_a_further_thread_there_are_no_functions(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(autograd_nodes._thread, "start_new_thread", fails)
+    assert node_functions() is None
+
+
+def test_while_torch_is_imported_nobody_waits_for_the_import(monkeypatch):
+    """A program may allocate memory while torch, or a package that torch loads, is not completely imported."""
+    monkeypatch.setattr(autograd_nodes, "_MOST_SECONDS", 0.5)
+    monkeypatch.setattr(torch.__spec__, "_initializing", True, raising=False)
+    lock = importlib._bootstrap._get_module_lock("torch")
+    lock.acquire()
+    try:
+        assert node_functions() is not None
+    finally:
+        lock.release()
 
 
 def test_an_unknown_class_has_no_name():

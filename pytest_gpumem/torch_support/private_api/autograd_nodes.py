@@ -27,6 +27,7 @@ _REFERENCES = 8
 _TYPE = 8
 _NAME = object.__basicsize__ + 8
 """The place of a type's name: after the head of a Python object with a length (``PyTypeObject.tp_name``)."""
+_MOST_SECONDS = 10
 _MOST_BYTES = 512
 """The place of the Python object is below this."""
 _CLASS = re.compile(r"vtable for torch::autograd::(?:generated::)?(\w+)")
@@ -87,23 +88,25 @@ def node_functions() -> NodeFunctions | None:
     for _ in range(2):
         is_done = _thread.allocate_lock()
         is_done.acquire()
-        _thread.start_new_thread(_look, (thread, seen, is_done))
-        is_done.acquire()
+        with suppress(RuntimeError):  # the process has as many threads as it may have
+            _thread.start_new_thread(_look, (torch, thread, seen, is_done))
+            is_done.acquire(timeout=_MOST_SECONDS)
     if len(seen) < 2 or len(set(seen.values())) > 1:
         return None
     addresses = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in (current_node, thread, next_number))
     return NodeFunctions(*addresses, *next(iter(seen.values())))
 
 
-def _look(thread: Any, seen: dict[int, tuple[int, ...]], is_done: _thread.LockType) -> None:
+def _look(torch: Any, thread: Any, seen: dict[int, tuple[int, ...]], is_done: _thread.LockType) -> None:
+    """Look at nodes in this thread. An import here could wait for the import in which the calling thread is."""
     try:
         with suppress(Exception):  # another release may do anything
             # A wrong address is an error in this file, and not a crash.
             memory = os.open("/proc/self/mem", os.O_RDONLY)
             try:
                 number = thread()
-                (layout,) = (layout for layout in _LAYOUTS if _has_layout(layout, memory, number))
-                python_class, object_at = _python_node(layout, memory, number)
+                (layout,) = (layout for layout in _LAYOUTS if _has_layout(torch, layout, memory, number))
+                python_class, object_at = _python_node(torch, layout, memory, number)
                 seen[number] = python_class, *map(int, layout), object_at, _TYPE, _NAME
             finally:
                 os.close(memory)
@@ -111,9 +114,9 @@ def _look(thread: Any, seen: dict[int, tuple[int, ...]], is_done: _thread.LockTy
         is_done.release()
 
 
-def _has_layout(layout: _Layout, memory: int, thread: int) -> bool:
+def _has_layout(torch: Any, layout: _Layout, memory: int, thread: int) -> bool:
     """Return whether nodes that this thread creates have their fields at the places in ``layout``."""
-    results = [_empty().clone()]
+    results = [torch.empty(0, device="cpu", requires_grad=True).clone()]
     try:
         for _ in range(3):
             node: Any = results[-1].grad_fn
@@ -136,21 +139,19 @@ def _is_node(address: int, node: Any, layout: _Layout, memory: int, thread: int)
     return fields == (node._sequence_nr(), thread)
 
 
-def _python_node(layout: _Layout, memory: int, thread: int) -> tuple[int, int]:
+def _python_node(torch: Any, layout: _Layout, memory: int, thread: int) -> tuple[int, int]:
     """Return the C++ class of a `torch.autograd.Function`'s node, and the place of the Python object in the node.
 
     Raises:
         ValueError: The node, its object or the name of its type is not found.
     """
-    import torch
 
-    class Same(torch.autograd.Function):
+    class Same(torch.autograd.Function):  # type: ignore[misc]
         @staticmethod
-        def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        def forward(_: Any, tensor: Any) -> Any:
             return tensor.view_as(tensor)
 
-    function: Any = Same
-    node: Any = function.apply(_empty().clone()).grad_fn
+    node: Any = Same.apply(torch.empty(0, device="cpu", requires_grad=True).clone()).grad_fn
     name = _read(memory, _read(memory, id(node) + _TYPE) + _NAME)
     if os.pread(memory, len("SameBackward\0"), name) != b"SameBackward\0":
         raise ValueError(name)
@@ -161,12 +162,6 @@ def _python_node(layout: _Layout, memory: int, thread: int) -> tuple[int, int]:
                 found = os.pread(memory, _MOST_BYTES, address)
                 return _read(memory, address), found.index(id(node).to_bytes(_POINTER_BYTES, sys.byteorder))
     raise ValueError(place)
-
-
-def _empty() -> Any:
-    import torch
-
-    return torch.empty(0, device="cpu", requires_grad=True)
 
 
 def _read(memory: int, address: int, nbytes: int = _POINTER_BYTES) -> int:
