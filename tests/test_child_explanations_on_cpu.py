@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.emulated.test_child_explanations import SERVER, SERVER_TEST, TRAINING, TRAINING_TEST, _row
+from tests.support import compared_program
 from tests.support.cpu_sessions import CpuSessions
+
+thorough = pytest.mark.thorough
 
 
 def on_cpu(program):
@@ -21,7 +24,7 @@ def on_cpu(program):
 @pytest.fixture
 def session(tmp_path):
     def run(program, test, *arguments, **variables):
-        name = "server.py" if program is SERVER else "train.py"
+        name = "train.py" if program is TRAINING else "server.py"
         (tmp_path / name).write_text(on_cpu(program), encoding="utf-8")
         (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
         return CpuSessions(tmp_path).pytest(*arguments, **variables)
@@ -29,7 +32,7 @@ def session(tmp_path):
     return run
 
 
-def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(session):
+def test_a_cache_that_a_server_keeps_is_red_with_its_module_line_and_operator(session):
     recorded = session(SERVER, SERVER_TEST, "--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout
     leaking = session(SERVER, SERVER_TEST, "--gpumem-baseline", LEAK="1")
@@ -41,7 +44,7 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_module_and_line(session):
         "server.py",
         "self.key(x)",
         r"Sequential\.\*\.key",
-        text=r" *6 x float32\[1024, 256\]",
+        text=r" *mm +6 x float32\[1024, 256\]",
         shows_modules=True,
     )
     assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
@@ -55,7 +58,8 @@ def test_a_growing_training_script_is_red_with_its_module_and_line(session):
     grown = session(TRAINING, TRAINING_TEST, "--gpumem-baseline", GROWN="1")
     assert grown.returncode == 1
     grew = grown.stdout.partition("what grew")[2]
-    assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.\S+", shows_modules=True), grew), grown.stdout
+    row = _row(TRAINING, "train.py", "x.exp()", r"Sequential\.\S+", text=" *exp", shows_modules=True)
+    assert re.search(row, grew), grown.stdout
 
 
 LOADING_TEST = """
@@ -106,3 +110,39 @@ def test_the_process_of_a_load_is_explained_and_the_process_of_a_region_says_why
     assert len(pids) == 3, "the region runs once"
     while any(state_of(pid) not in ("Z", "X") for pid in pids):
         time.sleep(0.01)
+
+
+def test_gradients_that_a_training_server_keeps_are_red_with_their_line_and_node(session):
+    source, kept = SERVER.replace("with torch.no_grad():", "if True:"), 'model(torch.ones(1024, 256, device="cuda"))'
+    source = source.replace(kept, 'model(torch.ones(1024, 256, device="cuda").requires_grad_()).sum().backward()')
+    source = source.replace("KEPT.append(key)  # the leak", "key.register_hook(KEPT.append)")
+    recorded = session(source, SERVER_TEST, "--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    leaking = session(source, SERVER_TEST, "--gpumem-baseline", LEAK="1")
+    assert leaking.returncode == 1, leaking.stdout
+    retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
+    # The second block's product made the gradient of the first block's result.
+    text = r" *MmBackward0 +3 x float32\[1024, 256\]"
+    row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.1\.key", text=text, shows_modules=True)
+    assert re.search(f"temporaries +3.15 MB +{row}", retained), leaking.stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        pytest.param("compared.py", {"AT_PEAK": "double backward"}, id="a script"),
+        pytest.param("compared.py", {"AT_PEAK": "forward"}, id="a script in forward", marks=thorough),
+        pytest.param("compared.py", {"AT_PEAK": "recomputed"}, id="a script that recomputes", marks=thorough),
+        pytest.param("compared.py", {"THREAD": "1"}, id="a thread", marks=thorough),
+        pytest.param("spawn.py", {}, id="torch.multiprocessing", marks=thorough),
+        pytest.param("-m torch.distributed.run --nproc-per-node=2 compared.py", {}, id="ranks", marks=thorough),
+    ],
+)
+def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(tmp_path, command, variables):
+    compared_program.write(tmp_path)
+    done = CpuSessions(tmp_path).pytest("-s", COMMAND=command, **variables)
+    assert done.returncode == 0, done.stdout
+    expected, by_process = compared_program.places(done.stdout)
+    assert len(expected) > 20
+    for places in by_process.values():
+        assert places == expected

@@ -60,7 +60,7 @@ import state
 
 @pytest.mark.gpumem
 def test_measured():
-    assert state.ours() == {{"GPUMEM_USAGE", "GPUMEM_USAGE_LIVE", "GPUMEM_USAGE_COUNTER", "GPUMEM_USAGE_SHARED"}}
+    assert state.ours() == {{"GPUMEM_USAGE", "GPUMEM_USAGE_LIVE", "GPUMEM_USAGE_COUNTER", "GPUMEM_USAGE_LIBRARY"}}
     kept = torch.ones(5)
     {outcome}
 """)

@@ -299,7 +299,6 @@ class Gpumem:
         ran at the same time. This sum is an upper bound, because the peaks may be at different times. A budget limits the most
         bytes that the processes held at the same time, if they are known. If at least two ranks used a GPU, the job also has
         `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
-        In a process's composition, memory from backward has no line.
 
         The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed by
         SIGKILL or another signal that ends it at once, or still runs when the command has ended. A process writes no figures if

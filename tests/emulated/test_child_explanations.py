@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-from collections import Counter
 
 import pytest
 import torch
+
+from tests.support import compared_program
 
 SERVER = """
 import http.server
@@ -200,99 +200,6 @@ def served(processes, tmp_path):
     return processes.pytest
 
 
-COMPARED = """
-import os
-
-import torch
-from torch.utils.checkpoint import checkpoint
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(256, 256, bias=False)
-        self.norm = torch.nn.LayerNorm(256)
-
-    def forward(self, x):
-        x = self.norm(self.linear(x)).relu()
-        return Double.apply(x).exp() @ x.T @ x
-
-
-def train(rank=0):
-    torch.cuda.set_device(rank)
-    first, second = Block().cuda(), Block().cuda()
-    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
-    for _ in range(2):
-        hidden = second(torch.ones(1024, 256, device="cuda"))
-        if AT_PEAK == "recomputed":
-            hidden = checkpoint(first, hidden, use_reentrant=False)
-        loss = torch.softmax(hidden, 0).sum() * 3
-        if AT_PEAK == "forward":
-            kept = [torch.randn(2048, 2048, device="cuda").sigmoid() for _ in range(4)]
-            del kept
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-AT_PEAK = os.environ.get("AT_PEAK", "backward")
-if __name__ == "__main__":
-    train(int(os.environ.get("LOCAL_RANK", "0")))
-"""
-COMPARISON = """
-import json
-import os
-import sys
-
-import torch
-
-from compared import train
-
-
-def rows(composition):
-    return [[row.module, row.site, row.operator, row.category, row.nbytes, row.count] for row in composition.rows]
-
-
-def test_child(gpumem):
-    words = os.environ["COMMAND"].split()
-    job = gpumem.launch([sys.executable, *words], explain=True)
-    measured = gpumem.measure(train, explain=True)
-    processes = {name: rows(process.composition) for name, process in job.processes.items()}
-    print("ROWS", json.dumps([rows(measured.composition), processes]))
-"""
-SPAWN = (
-    "import compared, torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(compared.train, nprocs=1)\n"
-)
-
-
-def _places(rows):
-    """Return the bytes of rows by module, line and operator, without those in backward; and by operator in backward."""
-    forward, backward = Counter(), Counter()
-    for module, site, operator, category, nbytes, count in rows:
-        if (
-            category not in ("unattributed", "workspace") and nbytes > count * 4
-        ):  # scalars are workspaces in the own process
-            is_node = re.search(r"Backward\d*$", operator)
-            (backward if is_node else forward)[operator if is_node else (module, site, operator)] += nbytes
-    return forward, backward
-
-
-def _without_owners(rows):
-    """Return the rows of parameters and their state without modules, because an ended process has no parameters."""
-    owned = ("parameter", "gradient", "optimizer state")
-    return [["" if row[3] in owned else row[0], *row[1:]] for row in rows]
-
-
 thorough = pytest.mark.thorough
 
 
@@ -310,19 +217,14 @@ thorough = pytest.mark.thorough
     ],
 )
 def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(processes, tmp_path, command, at_peak):
-    (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
-    (tmp_path / "spawn.py").write_text(SPAWN, encoding="utf-8")
-    (tmp_path / "test_it.py").write_text(COMPARISON, encoding="utf-8")
+    compared_program.write(tmp_path)
     gpu = "h100x2" if "distributed" in command else "h100"
-    done = processes.pytest("-s", gpu=gpu, COMMAND=command, AT_PEAK=at_peak)
+    done = processes.pytest("-s", gpu=gpu, COMMAND=command, AT_PEAK=at_peak, DEVICE="cuda")
     assert done.returncode == 0, done.stdout
-    own, by_process = json.loads(done.stdout.partition("ROWS ")[2].partition("\n")[0])
-    expected = _places(_without_owners(own))
-    assert expected[0]
-    assert expected[1] or at_peak == "forward"
-    for rows in by_process.values():
-        assert _places(rows) == expected
-        assert {row[3] for row in rows if re.search(r"Backward\d*$", row[2])} <= {"temporary"}
+    expected, by_process = compared_program.places(done.stdout)
+    assert any(operator.endswith("Backward0") for *_, operator in expected) or at_peak == "forward"
+    for places in by_process.values():
+        assert places == expected
 
 
 @pytest.fixture

@@ -19,7 +19,9 @@ from pytest_gpumem.emulating.emulated_process.block_recorder import (
     retained_in,
 )
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
+from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
+from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN
 from pytest_gpumem.torch_support.private_api.compiler import load_compiler
 
 
@@ -163,6 +165,67 @@ def test_blocks_from_backward_are_temporary_unless_they_have_an_owner():
     ]
 
 
+NODE = "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"
+
+
+def _in_backward(address, node, python=(), **fields):
+    frames = [{"filename": "/lib/libtorch.so", "line": 0, "name": NODE}]
+    frames += [{"filename": file, "line": line, "name": name} for file, line, name in python]
+    return {"action": "alloc", "addr": address, "size": 100, "frames": frames, "node": node, **fields}
+
+
+def _creation(node, line, note):
+    frames = [{"filename": "/model.py", "line": line, "name": "forward"}]
+    return {"action": CREATED_NODE, "addr": 0, "size": 0, "frames": frames, "node": node, "user_metadata": note}
+
+
+def test_a_block_from_backward_has_the_module_and_stack_that_created_its_node():
+    trace = [
+        _creation((1, 7), 30, "up"),
+        _creation((2, 7), 40, "down"),
+        _in_backward(1, (1, 7)),
+        _in_backward(2, (2, 7), user_metadata="a module that calls backward"),
+        _in_backward(3, (1, 8)),
+    ]
+    at_peak = recorded_blocks(trace, {}, {}).at_peak
+    assert [(group.module, group.operator, group.node_frames) for group in at_peak] == [
+        ("up", "MmBackward0", (("/model.py", 30, "forward"),)),
+        ("down", "MmBackward0", (("/model.py", 40, "forward"),)),
+        ("", "MmBackward0", ()),
+    ]
+
+
+def test_a_node_that_frames_do_not_name_has_the_name_in_the_entry():
+    block = _in_backward(1, (1, 7), node_name="DoubleBackward")
+    block["frames"][0]["name"] = "torch::autograd::Engine::evaluate_function(int)"
+    (group,) = recorded_blocks([block], {}, {}).at_peak
+    assert group.operator == "DoubleBackward"
+
+
+def test_a_node_that_backward_creates_has_the_line_that_calls_backward():
+    creation = _creation((1, 7), 50, "")
+    creation["frames"].insert(0, {"filename": "/torch/autograd/graph.py", "line": 1, "name": ENGINE_RUN})
+    (group,) = recorded_blocks([creation, _in_backward(1, (1, 7))], {}, {}).at_peak
+    assert group.node_frames == (("/model.py", 50, "forward"),)
+
+
+def test_recomputed_code_does_not_belong_to_the_node_that_recomputes_it():
+    block = _in_backward(1, (1, 7), [("/torch/utils/checkpoint.py", 1, "unpack_hook")], node_name="MmBackward0")
+    (group,) = recorded_blocks([_creation((1, 7), 30, "up"), block], {}, {}).at_peak
+    assert (group.module, group.operator, group.node_frames) == ("", "", ())
+
+
+def test_without_native_frames_a_known_node_shows_that_backward_runs():
+    blocks = [_in_backward(1, (1, 7), node_name="MmBackward0"), _in_backward(2, (0, 0), node_name="")]
+    for block in blocks:
+        del block["frames"][0]
+    at_peak = recorded_blocks([_creation((1, 7), 30, "up"), *blocks], {}, {}).at_peak
+    assert [(group.category, group.module, group.operator) for group in at_peak] == [
+        ("temporary", "up", "MmBackward0"),
+        ("other", "", ""),
+    ]
+
+
 class Attention(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -219,6 +282,27 @@ def test_a_live_module_has_its_path_within_the_whole_model(noted):
     model = torch.nn.ModuleDict({"encoder": Attention()})
     model["encoder"](torch.ones(2))
     assert noted(module_paths([model])) == ["encoder", "encoder.key", "encoder", ""]
+
+
+def test_a_module_that_runs_again_alone_keeps_its_path_in_the_model(monkeypatch):
+    notes = []
+    modules = RunningModules(notes.append)
+    modules.watch()
+    try:
+        model = torch.nn.Sequential(torch.nn.Sequential(Attention()))
+        model(torch.ones(2))
+        model[0](torch.ones(2))  # as a checkpoint does in backward
+        alone = torch.nn.Sequential(Attention())
+        alone(torch.ones(2))
+    finally:
+        modules.unwatch()
+    paths = [modules.path(note, {}) for note in notes]
+    inner = ("Sequential.0", "Sequential.0.0", "Sequential.0.0.key", "Sequential.0.0", "Sequential.0")
+    assert paths == [
+        *("Sequential", *inner, "Sequential", ""),
+        *(*inner, ""),
+        *("Sequential", "Sequential.0", "Sequential.0.key", "Sequential.0", "Sequential", ""),
+    ]
 
 
 def test_a_module_that_raises_leaves_no_note(noted):

@@ -186,6 +186,8 @@ print(figures()[0])
 
 def test_the_history_has_each_block_with_frames_and_note(run):
     printed = run("""
+from pytest_gpumem.torch_support.private_api.native_frames import operator_in
+
 def make():
     return torch.ones(500)
 
@@ -196,14 +198,145 @@ second = make()
 del first
 (entries,), (alive,) = (part if isinstance(part, list) else part.values() for part in counting.history())
 for entry in entries:
-    frames = entry.get("frames", [])
-    print(entry["action"], entry["size"], [frame["name"] for frame in frames[:2]] == ["make", "<module>"], entry.get("user_metadata"))
+    python = [frame["name"] for frame in entry["frames"] if frame["line"]]
+    is_ones = any(operator_in(frame["name"]) == "aten::ones" for frame in entry["frames"])
+    is_allocation = entry["action"] == "alloc"
+    note = entry["user_metadata"] if is_allocation else None
+    print(entry["action"], entry["size"], python[:2] == ["make", "<module>"], is_ones, note)
 print(alive[second.data_ptr()])
 counting.stop_history()
 make()
 print(counting.history()[0][0])
 """)
-    assert " ".join(printed) == "alloc 2000 True alloc 2000 True gpumem 1 free_completed 2000 False None 2000 []"
+    assert " ".join(printed) == (
+        "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 []"
+    )
+
+
+def test_a_recording_that_the_first_allocation_begins_has_its_block(run):
+    printed = run("""
+counting.when_it_begins(counting.start_history)
+first, second = torch.ones(10), torch.ones(20)
+(entries,), _ = counting.history()
+print(*(entry["size"] for entry in entries), all(entry["frames"] for entry in entries))
+""")
+    assert printed == ["40", "80", "True"]
+
+
+NODES = """
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+class Twice(Double):
+    pass
+
+def add(x):
+    return x + torch.ones(3)
+
+def creations(entries):
+    return {entry["node"]: entry for entry in entries if entry["action"] == "created node"}
+
+def function_of(entry):
+    names = [frame["name"] for frame in entry["frames"] if frame["line"]]
+    return next(name for name in names if name in ("add", "<module>"))
+"""
+
+
+def test_an_allocation_in_backward_has_its_node_and_the_node_its_stack_in_forward(run):
+    printed = run(
+        NODES
+        + """
+x = torch.ones(3, requires_grad=True)
+counting.start_history()
+counting.note_on_allocations("gpumem 7")
+loss = Twice.apply(add(x)).exp()
+counting.note_on_allocations("")
+kept = []
+x.register_hook(kept.append)  # so the gradient is copied
+loss.sum().backward()
+(entries,), _ = counting.history()
+created = creations(entries)
+for entry in entries:
+    if entry["action"] == "alloc" and entry["node_name"]:
+        creation = created.get(entry["node"])
+        print(entry["node_name"], creation and function_of(creation), creation and creation["user_metadata"])
+"""
+    )
+    rows = " ".join(printed)
+    assert "ExpBackward0 <module> gpumem 7 TwiceBackward <module> gpumem 7" in rows
+    assert "AccumulateGrad None None" in rows
+
+
+def test_threads_with_equal_numbers_have_their_own_nodes(run):
+    printed = run(
+        NODES
+        + """
+def by_exp(x):
+    return x.exp()
+
+def by_sin(x):
+    return x.sin()
+
+def work(function):
+    x = torch.ones(3, requires_grad=True)
+    y = function(x)
+    results.append((y.grad_fn._sequence_nr(), y))
+
+counting.start_history()
+results = []
+for function in (by_exp, by_sin):
+    thread = threading.Thread(target=work, args=(function,))
+    thread.start()
+    thread.join()
+numbers, losses = zip(*results)
+torch.autograd.backward(losses, [torch.ones(3)] * 2)
+(entries,), _ = counting.history()
+created = creations(entries)
+pairs = {
+    (entry["node_name"], frame["name"])
+    for entry in entries
+    if entry["action"] == "alloc" and entry["node"] in created
+    for frame in created[entry["node"]]["frames"]
+    if frame["name"].startswith("by_")
+}
+print(len(set(numbers)), sorted(pairs))
+"""
+    )
+    assert " ".join(printed) == "1 [('ExpBackward0', 'by_exp'), ('SinBackward0', 'by_sin')]"
+
+
+def test_a_recording_leaves_the_nodes_and_their_references_as_they_are(run):
+    printed = run(
+        NODES
+        + """
+import gc
+import weakref
+
+def train():
+    x = torch.ones(1000, requires_grad=True)
+    y = Twice.apply(x * 2)
+    node = weakref.ref(y.grad_fn)
+    y.sum().backward()
+    number = y.grad_fn._sequence_nr()
+    del y
+    gc.collect()
+    return number, node() is None, figures()[0]
+
+first = train()
+counting.start_history()
+second = train()
+counting.stop_history()
+third = train()
+print(second[0] - first[0] == third[0] - second[0], first[1:] == second[1:] == third[1:], first[1])
+"""
+    )
+    assert printed == ["True", "True", "True"]
 
 
 def test_an_exception_under_way_survives_the_recording(run):

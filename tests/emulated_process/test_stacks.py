@@ -15,6 +15,8 @@ OWN = str(PurePath(pytest_gpumem.__file__).parent)
 USER = ("/serve.py", 9, "ask")
 OVERLOAD = (f"{TORCH}/_ops.py", 875, "__call__")
 DISPATCH = (f"{OWN}/emulating/host_values/mode.py", 169, "__torch_dispatch__")
+MODULE = (f"{TORCH}/nn/modules/module.py", 1780, "_call_impl")
+RUNS_BACKWARD = (f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward")
 CHECKPOINT = (f"{TORCH}/utils/checkpoint.py", 1100, "unpack_hook")
 PYTHON = "_PyEval_EvalFrameDefault"
 ALLOCATOR = "at::detail::empty_generic(c10::ArrayRef<long>)"
@@ -80,7 +82,12 @@ def test_in_backward_the_node_is_named_and_not_its_operator():
 def test_recomputed_code_is_not_in_backward():
     frames = (*calls("mm"), *ENGINE)
     assert origin_of(Stack((), frames), in_module=False) == Origin("", in_backward=True)
-    assert origin_of(Stack((), frames), in_module=True) == Origin("mm")
+    assert origin_of(Stack((MODULE,), frames), in_module=True) == Origin("mm")
+
+
+def test_a_module_that_calls_backward_is_not_recomputed():
+    frames = (*calls("mm"), node("MmBackward0"), *ENGINE)
+    assert origin_of(Stack((RUNS_BACKWARD, MODULE), frames), in_module=True) == Origin("MmBackward0", in_backward=True)
 
 
 def test_in_backward_nothing_is_named_if_the_node_is_unknown():
@@ -91,10 +98,10 @@ def test_in_backward_nothing_is_named_if_the_node_is_unknown():
 def test_recomputed_operators_are_named_and_not_the_node_that_recomputes():
     frames = (*calls("addmm", "linear"), PYTHON, node("MulBackward0"), *ENGINE)
     assert named(frames) == "MulBackward0"
-    assert named(frames, in_module=True) == "addmm"
+    assert named(frames, [USER, MODULE], in_module=True) == "addmm"
     assert named(frames, [USER, CHECKPOINT]) == "addmm"
     # A reentrant checkpoint runs its part of backward by itself.
-    assert named(frames, [(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward"), CHECKPOINT]) == "MulBackward0"
+    assert named(frames, [RUNS_BACKWARD, CHECKPOINT]) == "MulBackward0"
 
 
 def test_a_cast_of_autocast_has_no_name():

@@ -45,8 +45,9 @@ COUNTER = "GPUMEM_USAGE_COUNTER"
 
 If it is set, a process with `LIVE` reports its memory on the CPU instead of its GPU memory.
 """
-SHARED = "GPUMEM_USAGE_SHARED"
-"""Environment variable with the path of the same library. A process with `LIVE` publishes its bytes by it (`shared_bytes`)."""
+LIBRARY = "GPUMEM_USAGE_LIBRARY"
+"""Environment variable with the path of the same library. A process with `LIVE` publishes its bytes by it (`shared_bytes`), and
+records autograd's nodes by it on GPUs."""
 FORK = "GPUMEM_USAGE_FORK"
 """Set for a fork of a test's process, because its command says how the tests were started, and not what the fork does."""
 STEPS = "GPUMEM_EMULATED_STEPS"
@@ -100,7 +101,7 @@ class _BeforeTorch(TorchFinder):
         self.word = word
         # A test session sets variables for its children later, and does not report to itself.
         self._variables = {
-            name: variables[name] for name in (PEAKS, USAGE, LIVE, STEPS, FORK, COUNTER, SHARED) if name in variables
+            name: variables[name] for name in (PEAKS, USAGE, LIVE, STEPS, FORK, COUNTER, LIBRARY) if name in variables
         }
         self._at_exit: list[Callable[[], None]] = []
         # Exit functions run in reverse order, so these functions run after all functions of the program.
@@ -149,7 +150,7 @@ def record_fork(variables: Mapping[str, str]) -> None:
     """In a fork of a process that does not record itself, record the usage as soon as the fork uses the device.
 
     Args:
-        variables: `USAGE`, `LIVE`, `COUNTER` and `SHARED`.
+        variables: `USAGE`, `LIVE`, `COUNTER` and `LIBRARY`.
     """
     variables = {**variables, FORK: "1"}
     if "torch" not in sys.modules:
@@ -205,7 +206,7 @@ def record_if_told_to(
             command,
             has_sigterm,
             source,
-            variables.get(SHARED),
+            variables.get(LIBRARY),
         )
 
     def record_or_be_unseen(source: Statistics | None = None) -> None:

@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory, with_nodes
+from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
-from pytest_gpumem.emulating.emulated_process.stacks import is_workspace, origin_of, stack_of
+from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE, is_workspace, origin_of, stack_of
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
@@ -31,6 +34,7 @@ from pytest_gpumem.torch_support.private_api.allocator import (
     start_cuda_history,
     stop_cuda_history,
 )
+from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN
 from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive, reachable_tensors
@@ -71,6 +75,7 @@ class Owner(NamedTuple):
 
 
 _WORKSPACE = Owner("workspace")
+_NO_NODE = (0, 0)
 
 
 class History(Protocol):
@@ -87,6 +92,9 @@ class History(Protocol):
     def stop_history(self) -> None:
         """Stop recording, and delete the history."""
 
+    def stop_calls(self) -> None:
+        """Read no more stacks, because Python ends."""
+
     def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
         """Within the context, call a function before the program starts or stops the history itself."""
 
@@ -99,6 +107,7 @@ class History(Protocol):
     def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
         """Return each device's entries as in torch's snapshots, and the live blocks' bytes by device and address.
 
+        An allocation may have the running ``node``, as thread and number. A new node's entry has the action `CREATED_NODE`.
         If the history has no room for all entries, return a clause that says so.
         """
 
@@ -108,26 +117,49 @@ class CudaHistory:
 
     device_type = "cuda"
 
+    def __init__(self, library: str | None = None) -> None:
+        """Begin without a history.
+
+        Args:
+            library: The path of the library that records autograd's nodes. Without it, memory from backward has no line.
+        """
+        self._nodes: CounterHistory | None = None
+        if library is not None:
+            with suppress(MeasuringError):
+                CudaReports(library)
+                self._nodes = CounterHistory(library)
+
     def lacking_history(self) -> str | None:
         return _lacking()
 
     def start_history(self) -> None:
         start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
+        if self._nodes is not None:
+            self._nodes.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
         stop_cuda_history()
+        if self._nodes is not None:
+            self._nodes.stop()
+
+    def stop_calls(self) -> None:
+        if self._nodes is not None:
+            self._nodes.stop_calls()
 
     def before_history_changes(self, call: Callable[[], None]) -> AbstractContextManager[object]:
         return before_history_changes(call)
 
     def note_on_allocations(self, text: str) -> None:
         note_on_allocations(text)
+        if self._nodes is not None:
+            self._nodes.note(text)
 
     def frees(self) -> Sequence[int]:
         return [cuda_frees(device) for device in range(torch.cuda.device_count())]
 
     def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
         snapshot = cuda_snapshot()
+        recorded = None if self._nodes is None else self._nodes.recorded()
         traces = snapshot["device_traces"]
         if max(map(len, traces), default=0) >= MOST_ENTRIES:
             return f"the history has no room for more than {MOST_ENTRIES:,} entries"
@@ -136,7 +168,7 @@ class CudaHistory:
             for block in segment["blocks"]:
                 if block["state"] != "inactive":
                     active[segment["device"]][block["address"]] = block["requested_size"]
-        return traces, active
+        return traces if recorded is None else with_nodes(traces, recorded[0]), active
 
 
 class BlockRecorder:
@@ -173,6 +205,10 @@ class BlockRecorder:
         if recording is not None:
             with suppress(Exception):
                 recording.close()
+
+    def python_ends(self) -> None:
+        """Read no more stacks, because Python ends."""
+        self._history.stop_calls()
 
     def _give_way(self) -> None:
         """End the recording, because the program begins to record its history itself."""
@@ -257,7 +293,7 @@ def _text_of(error: Exception) -> str:
 
 
 def recorded_blocks(
-    trace: Iterable[Mapping[str, Any]],
+    trace: Sequence[Mapping[str, Any]],
     active: Mapping[int, int],
     owners: Mapping[int, Owner],
     module_of: Callable[[str], str] = str,
@@ -267,7 +303,7 @@ def recorded_blocks(
     """Return the blocks at the peak, and the blocks that were allocated in a window and are live at its end.
 
     Args:
-        trace: The history's entries on a GPU, as in torch's snapshots.
+        trace: The history's entries on a GPU, as in torch's snapshots, and entries for new autograd nodes.
         active: The live blocks' requested bytes at the window's end, by address.
         owners: The tensors at the window's end, by address.
         module_of: Returns the module's path for an entry's note.
@@ -284,7 +320,8 @@ def recorded_blocks(
     owners = {**owners, **dict.fromkeys(workspaces, _WORKSPACE)}
     first_workspaces = {active[address]: address for address in sorted(workspaces, reverse=True)}
     by_chance = set(workspaces).difference(first_workspaces.values())
-    groups, left = _Groups(owners, module_of), _Groups(owners, module_of)
+    nodes = {entry["node"]: entry for entry in trace if entry["action"] == CREATED_NODE}
+    groups, left = _Groups(owners, module_of, nodes), _Groups(owners, module_of, nodes)
     for address, nbytes, is_live in older:
         if not (is_live and address in by_chance):
             groups.add({"addr": address, "size": nbytes}, is_live=is_live)
@@ -341,14 +378,22 @@ class _Place(NamedTuple):
     frames: tuple[Frame, ...] = ()
     holder: str | None = None
     operator: str = ""
+    node_frames: tuple[Frame, ...] = ()
 
 
 class _Groups:
     """Equal blocks, joined."""
 
-    def __init__(self, owners: Mapping[int, Owner], module_of: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        owners: Mapping[int, Owner],
+        module_of: Callable[[str], str],
+        nodes: Mapping[tuple[int, int], Mapping[str, Any]],
+    ) -> None:
         self._owners = owners
         self._module_of = module_of
+        self._nodes = nodes
+        """The entries for the creation of autograd nodes, by thread and number."""
         self._groups: defaultdict[tuple[_Place, int], list[int]] = defaultdict(list)
 
     def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
@@ -361,15 +406,27 @@ class _Groups:
         if owner.category == _WORKSPACE.category or is_workspace(stack):
             return _Place(_WORKSPACE)  # chance decides which operator is the first that needs it
         running = self._module_of(entry.get("user_metadata", ""))
-        origin = origin_of(stack, in_module=bool(running))
+        node = entry.get("node", _NO_NODE)
+        origin = origin_of(stack, in_module=bool(running), in_node=node != _NO_NODE)
         category = "temporary" if origin.in_backward and owner.category == Owner().category else owner.category
+        operator = origin.operator
+        node_frames: tuple[Frame, ...] = ()
+        if origin.in_backward:
+            operator = operator or entry.get("node_name", "")
+            created = self._nodes.get(node, {})
+            running = self._module_of(created.get("user_metadata", ""))  # a running module may only call backward
+            # The line that calls backward also belongs to nodes that backward creates (`create_graph`).
+            creating = stack_of(created.get("frames", ())).python
+            node_frames = tuple(frame for frame in creating if frame[2] != ENGINE_RUN)
         owner = Owner(category, owner.module or running, owner.tensor)
-        return _Place(owner, stack.python[:_MOST_FRAMES], holder, origin.operator)
+        return _Place(owner, stack.python[:_MOST_FRAMES], holder, operator, node_frames)
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
         """Return the groups."""
         return tuple(
-            RecordedBlocks(sum(sizes), len(sizes), *place.owner, place.frames, place.holder, place.operator)
+            RecordedBlocks(
+                sum(sizes), len(sizes), *place.owner, place.frames, place.holder, place.operator, place.node_frames
+            )
             for (place, _), sizes in self._groups.items()
         )
 

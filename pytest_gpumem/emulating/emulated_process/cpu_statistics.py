@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,41 +22,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 
 _TEST_BYTES = 4096
-MOST_ENTRIES = 2**18
-"""The most entries in a history. A tensor has two. An entry with 40 frames takes 0.7 kB."""
+MOST_ENTRIES = 3 * 2**17
+"""The most entries in a history. A tensor has two, and a node in autograd's graph has one. 125,000 entries with C++ frames took
+50 MB (torch 2.13). 100,000 allocations with their nodes took 4 s more on a busy core."""
 _BEGIN = ctypes.CFUNCTYPE(None)
-_PYTHON = (
-    "PyGILState_Ensure",
-    "PyGILState_Release",
-    "PyErr_Fetch",
-    "PyErr_Restore",
-    "PyEval_GetFrame",
-    "PyFrame_GetBack",
-    "PyFrame_GetCode",
-    "PyFrame_GetLineNumber",
-    "Py_IncRef",
-    "Py_DecRef",
-)
-"""The library calls Python by these functions of Python's documented interface."""
-
-
-class _Block(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64))
-
-
-class _Frame(ctypes.Structure):
-    _fields_ = (("code", ctypes.py_object), ("line", ctypes.c_int64))
-
-
-class _Event(ctypes.Structure):
-    _fields_ = (
-        ("address", ctypes.c_size_t),
-        ("bytes", ctypes.c_int64),
-        ("is_allocation", ctypes.c_int64),
-        ("note", ctypes.c_int64),
-        ("depth", ctypes.c_int64),
-        ("frames", ctypes.POINTER(_Frame)),
-    )
 
 
 class CpuStatistics:
@@ -81,19 +51,11 @@ class CpuStatistics:
         Raises:
             MeasuringError: The library does not count here. The message is a clause.
         """
-        try:
-            self._library = ctypes.CDLL(library)
-            self._python = ctypes.PyDLL(library)
-            """The same library, called with Python's lock."""
-        except OSError as error:
-            raise MeasuringError(f"the counter of allocations cannot be loaded: {error}") from None
-        pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
-        self._library.counter_note.argtypes = [ctypes.c_int64]
+        self._recording = CounterHistory(library)
+        self._library = self._recording.library
         self._begin: Any = _BEGIN()
-        self._notes = {"": 0}
-        """The numbers that the library notes, by the texts of `note_on_allocations`."""
         torch.set_num_threads(1)
-        is_found = self._library.counter_install((ctypes.c_void_p * len(pointers))(*pointers))
+        is_found = self._recording.is_prepared and self._library.counter_install()
         self._library.counter_begin(None)  # a session within a measured process has forks that count for the session
         if not is_found or not self._counts():
             raise MeasuringError(
@@ -102,11 +64,11 @@ class CpuStatistics:
 
     def _counts(self) -> bool:
         """Return whether a test allocation is counted exactly."""
-        before = self._read()
+        before = self._recording.figures()
         storage = torch.UntypedStorage(_TEST_BYTES)  # type: ignore[no-untyped-call]
-        during = self._read()
+        during = self._recording.figures()
         del storage
-        after = self._read()
+        after = self._recording.figures()
         return (during[0] - before[0], during[2] - before[2], after[0] - before[0]) == (_TEST_BYTES, 1, 0)
 
     def when_it_begins(self, call: Callable[[], None]) -> None:
@@ -116,7 +78,7 @@ class CpuStatistics:
 
     def stop_calls(self) -> None:
         """Call no function any more, because Python ends."""
-        self._library.counter_stop_calls()
+        self._recording.stop_calls()
 
     def devices(self) -> range:
         """Return the devices' numbers. There is one CPU."""
@@ -124,7 +86,7 @@ class CpuStatistics:
 
     def statistics(self, _device: int) -> Mapping[str, Any]:
         """Return statistics in the form of those that torch keeps for a GPU."""
-        live, peak, allocations, _ = self._read()
+        live, peak, allocations, _ = self._recording.figures()
         nbytes = {"all": {"current": live, "peak": peak}}
         return {
             "allocated_bytes": nbytes,
@@ -157,12 +119,6 @@ class CpuStatistics:
         """Return nothing, because libraries' own memory on the CPU is not torch's."""
         return {}
 
-    def _read(self) -> tuple[int, int, int, int]:
-        figures = (ctypes.c_int64 * 4)()
-        self._library.counter_read(figures)
-        live, peak, allocations, is_cut = figures
-        return live, peak, allocations, is_cut
-
     def lacking_history(self) -> None:
         """Return ``None``, because the history can always be recorded."""
 
@@ -171,61 +127,29 @@ class CpuStatistics:
         return nullcontext()
 
     def start_history(self) -> None:
-        """Start to record each allocation with its Python frames, and each free."""
-        self._python.counter_record(ctypes.c_size_t(MOST_ENTRIES))
+        """Start to record each allocation with its stack, each free, and each new node in autograd's graph."""
+        self._recording.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
         """Stop recording, and delete the history."""
-        self._python.counter_stop_recording()
+        self._recording.stop()
 
     def note_on_allocations(self, text: str) -> None:
         """Let the history show a text as ``user_metadata`` at each further allocation in this thread."""
-        self._library.counter_note(self._notes.setdefault(text, len(self._notes)))
+        self._recording.note(text)
 
     def frees(self) -> list[int]:
         """Return the number of frees so far."""
-        counts = (ctypes.c_size_t * 2)()
-        self._library.counter_copy(None, None, 0, counts)
-        return [self._read()[2] - counts[1]]
+        live_blocks = self._recording.live_blocks()
+        return [self._recording.figures()[2] - live_blocks]
 
     def history(self) -> tuple[list[list[dict[str, Any]]], dict[int, dict[int, int]]] | str:
         """Return the entries in the form of torch's snapshots of GPUs, and each live block's bytes by address.
 
         If the history has no room for all entries, return a clause that says so.
         """
-        counts = (ctypes.c_size_t * 2)()
-        most = 0
-        while not most or max(counts) > most:  # other threads may allocate in the meantime
-            most = max(1, *counts) * 2
-            events, alive = (_Event * most)(), (_Block * most)()
-            self._library.counter_copy(events, alive, most, counts)
-        if self._read()[3]:
+        recorded = self._recording.recorded()
+        if recorded is None:
             return f"the history has no room for more than {MOST_ENTRIES:,} entries"
-        notes = {number: text for text, number in list(self._notes.items())}
-        stacks: dict[bytes, list[dict[str, Any]]] = {}
-        entries = [
-            {
-                "action": "alloc",
-                "addr": event.address,
-                "size": event.bytes,
-                "frames": _frames_of(event, stacks),
-                "user_metadata": notes.get(event.note, ""),
-            }
-            if event.is_allocation
-            else {"action": "free_completed", "addr": event.address, "size": event.bytes}
-            for event in events[: counts[0]]
-        ]
-        return [entries], {0: {block.address: block.bytes for block in alive[: counts[1]]}}
-
-
-def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return an entry's frames in the form of torch's snapshots. Equal stacks are a single list in ``stacks``."""
-    if not event.depth:
-        return []
-    key = ctypes.string_at(event.frames, event.depth * ctypes.sizeof(_Frame))
-    if key not in stacks:
-        frames = event.frames[: event.depth]
-        stacks[key] = [
-            {"filename": frame.code.co_filename, "line": frame.line, "name": frame.code.co_name} for frame in frames
-        ]
-    return stacks[key]
+        entries, alive = recorded
+        return [entries], {0: alive}

@@ -32,6 +32,8 @@ class _Module(NamedTuple):
     path: str
     """The path within the outermost module that ran."""
     reference: weakref.ref[torch.nn.Module]
+    is_inner: bool
+    """True if the module ran within another module."""
 
 
 class _Running(NamedTuple):
@@ -109,12 +111,10 @@ class RunningModules:
         with suppress(Exception):
             stack = self._stacks.setdefault(threading.get_ident(), [])
             paths = stack[-1].paths if stack else {}
-            if id(module) not in paths:
-                paths = module_paths([module])
-                modules = self._models.setdefault(tuple(paths.values()), [])
-                if not any(reference() is module for reference in modules):
-                    modules.append(weakref.ref(module))
-            note = self._note(module, paths[id(module)])
+            is_inner = id(module) in paths
+            if not is_inner:
+                paths = self._paths_in(module)
+            note = self._note(module, paths[id(module)], is_inner=is_inner)
             stack.append(_Running(id(module), note, paths))
             self._note_on_allocations(note)
 
@@ -126,11 +126,25 @@ class RunningModules:
                     pass
             self._note_on_allocations(stack[-1].note if stack else "")
 
-    def _note(self, module: torch.nn.Module, path: str) -> str:
+    def _paths_in(self, module: torch.nn.Module) -> dict[int, str]:
+        """Return the paths of an outermost running module and of the modules in it, by id.
+
+        In backward, a checkpointed module runs again without the model around it. It keeps its path in the model.
+        """
+        noted = self._by_id.get(id(module))
+        if noted is not None and noted.is_inner and noted.reference() is module:
+            return {id(inner): f"{noted.path}.{path}" if path else noted.path for path, inner in named_modules(module)}
+        paths = module_paths([module])
+        modules = self._models.setdefault(tuple(paths.values()), [])
+        if not any(reference() is module for reference in modules):
+            modules.append(weakref.ref(module))
+        return paths
+
+    def _note(self, module: torch.nn.Module, path: str, *, is_inner: bool) -> str:
         noted = self._by_id.get(id(module))
         if noted is None or noted.reference() is not module or noted.path != path:
             # A weak reference calls neither the module's `__hash__` nor its `__eq__`.
-            noted = _Module(f"gpumem {next(self._numbers)}", path, weakref.ref(module))
+            noted = _Module(f"gpumem {next(self._numbers)}", path, weakref.ref(module), is_inner)
             self._by_id[id(module)] = self._by_note[noted.note] = noted
         return noted.note
 

@@ -52,15 +52,12 @@ class SharedBytes:
     def __init__(self, folder: Path) -> None:
         """Make the file in a folder that only this user can open."""
         self._table: int | None = None
-        self.library: str | None = None
-        """The library with which processes publish their bytes; ``None`` if there is no file."""
         library = counter_library()
         if isinstance(library, str):
             return
         with suppress(OSError):
             self._library = _loaded(str(library))
             self._table = self._made(folder)
-            self.library = str(library)
 
     def _made(self, folder: Path) -> int | None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -108,7 +105,7 @@ class PublishedBytes:
         """Look for the file. Nothing is published yet.
 
         Args:
-            library: `SharedBytes.library`.
+            library: The path of the library; ``None`` without a C compiler.
             folder: The folder with the file.
             is_cuda: Whether to publish the bytes on CUDA devices. Otherwise those on the CPU, which `CpuStatistics` counts.
         """

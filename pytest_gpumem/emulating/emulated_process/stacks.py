@@ -38,6 +38,10 @@ _UNNAMED = "unnamed"
 """An operator without a name in C++ frames."""
 _CHECKPOINT = ("utils", "checkpoint.py")
 """The end of the path to torch's file that recomputes checkpointed code in backward."""
+_MODULES = ("modules", "module.py")
+"""The end of the path to torch's file that calls a module's ``forward``."""
+CREATED_NODE = "created node"
+"""The action of an entry for a new node in autograd's graph. torch's own histories have no such entries."""
 
 
 class Stack(NamedTuple):
@@ -77,20 +81,24 @@ def is_workspace(stack: Stack) -> bool:
     return any(map(gets_workspace, stack.native))
 
 
-def origin_of(stack: Stack, *, in_module: bool) -> Origin:
+def origin_of(stack: Stack, *, in_module: bool, in_node: bool = False) -> Origin:
     """Return the origin of an allocation.
 
     Args:
         stack: The allocation's stack.
         in_module: True if a module runs. In backward, a checkpointed module runs again, and its operators are named.
+        in_node: True if an autograd node is known to run. Without C++ frames, nothing else shows it.
     """
-    in_node = next((index for index, name in enumerate(stack.native) if runs_node(name)), None)
+    node = next((index for index, name in enumerate(stack.native) if runs_node(name)), None)
     # A node may run a backward of its own.
-    within_backward = takewhile(lambda frame: frame[2] != ENGINE_RUN, stack.python)
-    is_recomputed = in_module or any(PurePath(file).parts[-2:] == _CHECKPOINT for file, _, _ in within_backward)
-    if in_node is not None and not is_recomputed:
-        return Origin(node_in(stack.native[in_node]), in_backward=True)
-    return Origin(_operator(stack.python, stack.native[:in_node]))
+    within_backward = {frame[0] for frame in takewhile(lambda frame: frame[2] != ENGINE_RUN, stack.python)}
+    ends = {PurePath(file).parts[-2:] for file in within_backward}
+    is_recomputed = _CHECKPOINT in ends or (in_module and _MODULES in ends)
+    if node is not None and not is_recomputed:
+        return Origin(node_in(stack.native[node]), in_backward=True)
+    if in_node and not stack.native and not is_recomputed:
+        return Origin("", in_backward=True)
+    return Origin(_operator(stack.python, stack.native[:node]))
 
 
 def _operator(python: Sequence[Frame], native: Sequence[str]) -> str:

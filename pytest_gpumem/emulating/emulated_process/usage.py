@@ -71,16 +71,20 @@ class RecordedBlocks:
     """``parameter``, ``buffer``, ``gradient`` or ``optimizer state`` if a module or optimizer still refers to the blocks at the
     end, ``workspace``, ``temporary`` if backward made the blocks, or ``other``."""
     module: str
-    """The path of the module that ran, or that refers to the blocks. Empty if there is none."""
+    """The path of the module that ran, or that refers to the blocks. In backward, the module that created the autograd node.
+    Empty if there is none."""
     tensor: str
     """The dtype and shape. Empty if no tensor refers to the whole block at the end."""
     frames: tuple[Frame, ...] = ()
-    """The allocation's call stack, innermost frame first. Empty for blocks from before the window, and in backward."""
+    """The allocation's call stack, innermost frame first. Empty for blocks from before the window, and in a thread
+    without Python code, such as autograd's."""
     holder: str | None = None
     """The path to the object that keeps the blocks alive: ``serve.cache[...]``. Empty if no holder was found, and ``None`` if
     none was searched. Only retained blocks of a running process have holders."""
     operator: str = ""
     """The operator that allocated the blocks, ``mm``, or the autograd node in backward, ``MmBackward0``. Empty if unknown."""
+    node_frames: tuple[Frame, ...] = ()
+    """The call stack that created the autograd node, innermost frame first. Empty outside of backward, or if unknown."""
 
 
 @dataclass(frozen=True, slots=True)

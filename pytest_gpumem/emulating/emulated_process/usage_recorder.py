@@ -63,7 +63,7 @@ def record_usage(
     command: tuple[str, ...] = tuple(sys.orig_argv),
     has_sigterm: Callable[[], bool] | None = None,
     source: Statistics | None = None,
-    shared: str | None = None,
+    library: str | None = None,
 ) -> None:
     """Record this process's memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
 
@@ -75,10 +75,10 @@ def record_usage(
         command: The process's command.
         has_sigterm: Returns whether SIGTERM has come, although the main thread may not have noticed.
         source: The statistics of the allocator. By default, those of torch's CUDA allocator.
-        shared: The library by which this process publishes its bytes. ``None`` if it does not.
+        library: The path of the library by which this process publishes its bytes, and records autograd's nodes on GPUs.
     """
-    recorder = _Recorder(folder, seconds, command, has_sigterm, source, shared)
-    at_exit(recorder.end)
+    recorder = _Recorder(folder, seconds, command, has_sigterm, source, library)
+    at_exit(recorder.end_with_python)
     if seconds is None:
         when_cuda_begins(recorder.begin)
     else:
@@ -95,9 +95,10 @@ class _Recorder:
         command: tuple[str, ...],
         has_sigterm: Callable[[], bool] | None = None,
         source: Statistics | None = None,
-        shared: str | None = None,
+        library: str | None = None,
     ) -> None:
         self._folder = folder
+        self._library = library
         self._source: Statistics = source or CudaStatistics()
         self._has_sigterm = has_sigterm
         self._command = command
@@ -105,7 +106,7 @@ class _Recorder:
         self._process: int | None = None
         self._began = 0
         self._peaks = KeptPeaks(self._source)
-        self._published = PublishedBytes(shared, folder, is_cuda=self._source.device_type == "cuda")
+        self._published = PublishedBytes(library, folder, is_cuda=self._source.device_type == "cuda")
         self._times = 0
         self._ran_out: OutOfMemory | None = None
         self._imported: dict[str, None] = {}
@@ -203,9 +204,9 @@ class _Recorder:
             self._blocks.end()
             self._blocks.failure = None
         if (self._folder / RECORD).exists():
-            from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+            from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder, CudaHistory
 
-            self._blocks = self._blocks or BlockRecorder(self._source.own_history)
+            self._blocks = self._blocks or BlockRecorder(self._source.own_history or CudaHistory(self._library))
             self._blocks.begin()
 
     def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
@@ -235,6 +236,12 @@ class _Recorder:
                 self._ended = True
                 self._write(time.monotonic_ns())
                 self._published.end()
+
+    def end_with_python(self) -> None:
+        """Write the usage of an ending process, and read no more stacks."""
+        self.end()
+        if self._blocks is not None:
+            self._blocks.python_ends()
 
     def _write(self, ended: int | None) -> None:
         usage = self._usage(ended, with_blocks=ended is not None)

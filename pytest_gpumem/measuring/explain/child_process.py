@@ -33,7 +33,10 @@ def process_explanation(
     *,
     repeats: bool = False,
 ) -> Explanation:
-    """Return the explanation of a process's peak. In backward, a process records autograd nodes, but neither modules nor lines.
+    """Return the explanation of a process's peak.
+
+    Memory from backward has the allocating line, for example in a `torch.autograd.Function`. If there is none, it has the line
+    in forward that created the autograd node.
 
     If the second run needed other memory, the explanation is about the second run, and a note says so. A server that keeps
     tensors still has those of the measured run when it runs again. They do not belong to the measured peak.
@@ -153,6 +156,8 @@ def _rows(
     rows = []
     for group in blocks:
         site = site_of(group.frames)
+        if not site.user and not site.library:
+            site = site_of(group.node_frames)
         callers = (site.callers,) if site.callers else ()
         rows.append(
             Row(

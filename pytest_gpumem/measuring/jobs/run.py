@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.base.shown_command import shown_command
-from pytest_gpumem.emulating.emulated_process.before_torch import LIVE, SHARED, USAGE
+from pytest_gpumem.emulating.emulated_process.before_torch import LIBRARY, LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
@@ -104,7 +105,7 @@ def run_job(
             status = run(
                 command,
                 folder=folder,
-                environment={**environment, **reporting_to(reports, environment, shared.library)},
+                environment={**environment, **reporting_to(reports, environment)},
                 output=output,
                 errors=errors,
                 stop=Stop(),
@@ -132,16 +133,16 @@ def run_job(
         )
 
 
-def reporting_to(folder: Path, environment: Mapping[str, str], library: str | None = None) -> dict[str, str]:
+def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for a process. The process and its children then report GPU memory usage to a folder.
 
     Args:
         folder: The folder.
         environment: The process's other environment variables. Their ``PYTHONPATH`` is extended.
-        library: The library with which the process publishes its bytes (`SharedBytes.library`).
     """
-    shared = {} if library is None else {SHARED: library}
-    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **shared, **with_startup(environment)}
+    library = counter_library()
+    of_library = {} if isinstance(library, str) else {LIBRARY: str(library)}
+    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **of_library, **with_startup(environment)}
 
 
 def failure(command: Sequence[str], job: FinishedJob) -> str:

@@ -211,7 +211,7 @@ class ProcessWindows:
 
     def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the variables with which a child process reports, in addition to the variables in ``environment``."""
-        return {**self._further_variables, **reporting_to(self._folder, environment, self._shared.library)}
+        return {**self._further_variables, **reporting_to(self._folder, environment)}
 
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""

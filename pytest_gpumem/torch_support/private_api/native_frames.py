@@ -7,11 +7,13 @@ torch can record each allocation's C++ stack. Functions that a library exports h
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
 import sys
 from functools import cache
+from typing import Any
 
 _MODE, _DLADDR = "TORCH_SYMBOLIZE_MODE", "dladdr"
 _GATHER = "torch::CapturedTraceback::gather("
@@ -104,6 +106,34 @@ def casts_for_autocast(name: str) -> bool:
 def gets_workspace(name: str) -> bool:
     """Return whether a C++ function allocates a cuBLAS workspace: ``at::cuda::getCurrentCUDABlasHandle(bool)``."""
     return _WORKSPACE.match(name) is not None
+
+
+class _Symbol(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def native_frame(address: int) -> dict[str, Any]:
+    """Return the function at a return address as a frame, in the form of those in torch's history."""
+    # A function may end with its last call, so the return address may be in the next function.
+    file, name = symbol_at(address - 1)
+    return {"filename": file, "line": 0, "name": name}
+
+
+@cache
+def symbol_at(address: int) -> tuple[str, str]:
+    """Return the library at an address, and the function or class there. Each is ``??`` if the library does not export it."""
+    import torch
+
+    symbol = _Symbol()
+    if not ctypes.CDLL(None).dladdr(ctypes.c_void_p(address), ctypes.byref(symbol)):
+        return _UNKNOWN, _UNKNOWN
+    file, name = (os.fsdecode(text) if text else _UNKNOWN for text in (symbol.file, symbol.name))
+    return file, getattr(torch._C, "_demangle", str)(name)
 
 
 @cache

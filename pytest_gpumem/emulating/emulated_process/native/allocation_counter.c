@@ -10,12 +10,20 @@
    Several processes may share a file with the bytes that each of them holds now, on each device (`struct shared`). So the highest
    sum over all processes is known, also if nobody looks when it is reached.
 
+   While it records, each allocation gets its call stack and autograd's running node, and each new node its call stack. A node asks
+   torch for its number by a function in libtorch_cpu.so. `counter_watch_nodes` puts a function here in its place in each library.
+
    A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
+#if __has_include(<execinfo.h>)
+#include <execinfo.h>
+#else
+#define backtrace(addresses, most) 0
+#endif
 #include <link.h>
 #include <pthread.h>
 #include <stdint.h>
@@ -45,12 +53,28 @@ struct frame {
     int64_t line;
 };
 
-/* An entry in the history. An allocation has the thread's note, and its Python frames, innermost first. */
+/* A node in autograd's graph: the thread that created it, and its number in this thread. 0, 0 for no node. A running node has its
+   C++ class, and a `torch.autograd.Function` the name of its Python class. */
+struct node {
+    uint64_t thread, number;
+    void *class;
+    const char *name;
+};
+
+/* An entry in the history. An allocation has the thread's note, the node that runs, and the call stack, innermost first. A node's
+   creation has a note, the node, and the Python frames. */
 struct event {
     uintptr_t address;
-    int64_t bytes, is_allocation, note, depth;
+    int64_t bytes, kind, device, note;
+    struct node node;
+    int64_t depth, native_depth;
     struct frame *frames;
+    void **native; /* return addresses; they follow the frames in memory */
 };
+
+#define FREED 0
+#define ALLOCATED 1
+#define CREATED_NODE 2
 
 /* Functions of Python, by which a thread without Python's lock calls Python, keeps an exception that it is raising, and reads
    frames. */
@@ -70,6 +94,8 @@ struct python {
 #define MOST_FRAMES 64
 #define MOST_DEVICES 64
 #define MOST_PROCESSES 512
+#define MOST_NATIVE_FRAMES 128
+#define MOST_NAMES 1024
 
 /* A process's place in the file. */
 struct process {
@@ -83,6 +109,19 @@ struct shared {
     struct process processes[MOST_PROCESSES];
 };
 
+/* Functions of torch, the class of nodes that are written in Python, and the places of fields in bytes. */
+struct autograd {
+    struct reference {
+        char *node, *owner, *unused; /* with more than two pointers, C and C++ return it in the same way */
+    } (*current_node)(void);
+    uint64_t (*thread)(void);
+    uint64_t (*next_number)(void);
+    void *python_class;
+    int64_t number_at, thread_at, is_counted_in_node; /* in a node */
+    int64_t object_at;                                /* in a node in Python: the Python object */
+    int64_t type_at, name_at;                         /* in a Python object, and in its type */
+};
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *blocks;
 static size_t places, used; /* `places` is a power of two */
@@ -94,6 +133,7 @@ static int is_recording, is_cut; /* `is_cut`: the history had no room for an ent
 static int64_t recording;        /* the number of recordings so far */
 
 static struct python python;
+static struct autograd autograd;
 static int may_call_python;
 static void (*at_begin)(void); /* called after the first allocation */
 static int has_begun;
@@ -182,8 +222,47 @@ static int64_t take(uintptr_t address) {
     return bytes;
 }
 
+/* Return a copy of a name that stays, or NULL. There are as many names as classes. */
+static const char *kept_name(const char *name) {
+    static char *names[MOST_NAMES];
+    size_t index = 0;
+    pthread_mutex_lock(&lock);
+    while (index < MOST_NAMES && names[index] && strcmp(names[index], name))
+        index++;
+    if (index < MOST_NAMES && !names[index])
+        names[index] = strdup(name);
+    const char *kept = index < MOST_NAMES ? names[index] : NULL;
+    pthread_mutex_unlock(&lock);
+    return kept;
+}
+
+static void *pointer_at(const void *object, int64_t place) {
+    void *pointer;
+    memcpy(&pointer, (const char *)object + place, sizeof pointer);
+    return pointer;
+}
+
+/* Return the node that this thread runs in backward. The node and its Python object stay while it runs. */
+static struct node running_node(void) {
+    struct node node = {0, 0, NULL, NULL};
+    if (!autograd.current_node || !__atomic_load_n(&is_recording, __ATOMIC_RELAXED))
+        return node;
+    struct reference found = autograd.current_node();
+    if (!found.node)
+        return node;
+    memcpy(&node.number, found.node + autograd.number_at, sizeof node.number);
+    memcpy(&node.thread, found.node + autograd.thread_at, sizeof node.thread);
+    node.class = pointer_at(found.node, 0);
+    void *object = node.class == autograd.python_class ? pointer_at(found.node, autograd.object_at) : NULL;
+    if (object)
+        node.name = kept_name(pointer_at(pointer_at(object, autograd.type_at), autograd.name_at));
+    /* Give back the reference. It is not the last one, because this thread runs the node. Both kinds of owners count at 8. */
+    __atomic_fetch_sub((int32_t *)((autograd.is_counted_in_node ? found.node : found.owner) + 8), 1, __ATOMIC_ACQ_REL);
+    return node;
+}
+
 /* Return the entry's index in the history, or SIZE_MAX. */
-static size_t note(uintptr_t address, int64_t bytes, int64_t is_allocation) {
+static size_t note(uintptr_t address, int64_t bytes, int64_t kind, int64_t device, struct node node) {
     if (!is_recording)
         return SIZE_MAX;
     if (event_count == event_places) {
@@ -196,13 +275,12 @@ static size_t note(uintptr_t address, int64_t bytes, int64_t is_allocation) {
         events = larger;
         event_places = more;
     }
-    events[event_count] = (struct event){address, bytes, is_allocation, current_note, 0, NULL};
+    events[event_count] = (struct event){address, bytes, kind, device, current_note, node, 0, 0, NULL, NULL};
     return event_count++;
 }
 
-/* Read the calling thread's frames into an entry of the history. A thread that runs no Python code has none. */
-static void note_frames(size_t index, int64_t in_recording) {
-    struct frame found[MOST_FRAMES], *frames;
+/* Read the calling thread's Python frames, innermost first. A thread that runs no Python code has none. */
+static int64_t read_frames(struct frame found[MOST_FRAMES]) {
     int64_t depth = 0;
     void *frame = python.frame();
     if (frame)
@@ -215,33 +293,46 @@ static void note_frames(size_t index, int64_t in_recording) {
     }
     if (frame)
         python.decrease(frame);
-    frames = depth ? malloc((size_t)depth * sizeof *frames) : NULL;
+    return depth;
+}
+
+/* Note the calling thread's call stack in an entry of the history. */
+static void note_stack(size_t index, int64_t in_recording, void *const *native, int64_t native_depth) {
+    struct frame found[MOST_FRAMES];
+    int64_t depth = read_frames(found);
+    size_t bytes = (size_t)depth * sizeof *found, native_bytes = (size_t)native_depth * sizeof *native;
+    char *stack = bytes + native_bytes ? malloc(bytes + native_bytes) : NULL;
     pthread_mutex_lock(&lock);
-    int is_kept = frames && is_recording && recording == in_recording;
+    int is_kept = stack && is_recording && recording == in_recording;
     if (is_kept) {
-        memcpy(frames, found, (size_t)depth * sizeof *frames);
-        events[index].depth = depth;
-        events[index].frames = frames;
+        struct event *event = &events[index];
+        event->frames = (struct frame *)stack;
+        event->native = (void **)(stack + bytes);
+        memcpy(event->frames, found, bytes);
+        memcpy(event->native, native, native_bytes);
+        event->depth = depth;
+        event->native_depth = native_depth;
     }
     pthread_mutex_unlock(&lock);
     if (!is_kept) {
-        free(frames);
+        free(stack);
         while (depth)
             python.decrease(found[--depth].code);
     }
 }
 
-static void call_python(void (*begin)(void), size_t index, int64_t in_recording) {
-    void *type, *value, *traceback;
+static void call_python(void (*begin)(void), size_t index, int64_t in_recording, int has_native) {
+    void *type, *value, *traceback, *native[MOST_NATIVE_FRAMES];
     if (is_calling || !__atomic_load_n(&may_call_python, __ATOMIC_ACQUIRE))
         return;
     is_calling = 1;
+    int64_t native_depth = has_native && index != SIZE_MAX ? backtrace(native, MOST_NATIVE_FRAMES) : 0;
     int state = python.ensure();
     python.fetch(&type, &value, &traceback);
     if (begin)
         begin();
     if (index != SIZE_MAX)
-        note_frames(index, in_recording);
+        note_stack(index, in_recording, native, native_depth);
     python.restore(type, value, traceback);
     python.release(state);
     is_calling = 0;
@@ -252,6 +343,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
     if (error)
         return error;
     void (*begin)(void) = NULL;
+    struct node node = running_node();
     pthread_mutex_lock(&lock);
     if (used * 2 < places || grow()) {
         put((uintptr_t)*result, (int64_t)bytes);
@@ -260,16 +352,40 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         publish(0, 0, live);
     }
     allocations++;
-    size_t index = note((uintptr_t)*result, (int64_t)bytes, 1);
+    size_t index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, 0, node);
     int64_t in_recording = recording;
     if (!has_begun && at_begin && !is_calling) {
         begin = at_begin;
         has_begun = 1;
     }
     pthread_mutex_unlock(&lock);
-    if (begin || index != SIZE_MAX)
-        call_python(begin, index, in_recording);
+    if (begin) {
+        call_python(begin, SIZE_MAX, 0, 0);
+        node = running_node();
+        pthread_mutex_lock(&lock);
+        if (index == SIZE_MAX) /* perhaps the function has begun a recording, which begins with this block */
+            index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, 0, node);
+        in_recording = recording;
+        pthread_mutex_unlock(&lock);
+    }
+    if (index != SIZE_MAX)
+        call_python(NULL, index, in_recording, 1);
     return 0;
+}
+
+/* Return the number of a new node in autograd's graph. */
+static uint64_t noted_number(void) {
+    uint64_t number = autograd.next_number();
+    if (__atomic_load_n(&is_recording, __ATOMIC_RELAXED)) {
+        struct node node = {autograd.thread(), number, NULL, NULL};
+        pthread_mutex_lock(&lock);
+        size_t index = note(0, 0, CREATED_NODE, 0, node);
+        int64_t in_recording = recording;
+        pthread_mutex_unlock(&lock);
+        if (index != SIZE_MAX)
+            call_python(NULL, index, in_recording, 0);
+    }
+    return number;
 }
 
 static void counted_free(void *address) {
@@ -279,7 +395,7 @@ static void counted_free(void *address) {
         if (bytes >= 0) {
             live -= bytes;
             publish(0, 0, live);
-            note((uintptr_t)address, bytes, 0);
+            note((uintptr_t)address, bytes, FREED, 0, (struct node){0, 0, NULL, NULL});
         }
         pthread_mutex_unlock(&lock);
     }
@@ -318,9 +434,10 @@ static void replace(uintptr_t slot, void *function, uintptr_t read_only, uintptr
         mprotect((void *)page, page_bytes, PROT_READ);
 }
 
-/* A function that a library gets from another library, and the function here in its place. */
+/* Functions that libraries get from other libraries, and the functions here in their place, up to an entry without a name. */
 struct replacement {
-    const char *library, *function; /* "/libc10.so" */
+    const char *library; /* "/libc10.so", or NULL for all libraries */
+    const char *function;
     void *ours;
     int is_replaced;
 };
@@ -329,7 +446,7 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *replaceme
     (void)size;
     const char *name = strrchr(library->dlpi_name, '/');
     struct replacement *first = replacements;
-    if (!name || strcmp(name, first->library))
+    if (!name || (first->library && strcmp(name, first->library)))
         return 0;
     uintptr_t base = library->dlpi_addr, read_only = 0, read_only_end = 0;
     const ElfW(Dyn) *dynamic = NULL;
@@ -363,39 +480,63 @@ static int in_library(struct dl_phdr_info *library, size_t size, void *replaceme
                 continue;
             const ElfW(Sym) *symbol = (const ElfW(Sym) *)symbols + ELF64_R_SYM(entry->r_info);
             const char *function = (const char *)strings + symbol->st_name;
-            for (struct replacement *one = first; one->library; one++)
+            for (struct replacement *one = first; one->function; one++)
                 if (!strcmp(function, one->function)) {
                     replace(base + entry->r_offset, one->ours, read_only, read_only_end);
                     one->is_replaced = 1;
                 }
         }
     }
-    return 1;
+    return first->library != NULL;
 }
 
-/* Replace functions of a single library, up to an entry without a library. Return 0 if not all of them were found. */
+/* Return 0 if no library calls one of the functions. */
 static int replace_all(struct replacement *replacements) {
     dl_iterate_phdr(in_library, replacements);
-    while (replacements->library && replacements->is_replaced)
+    while (replacements->function && replacements->is_replaced)
         replacements++;
-    return !replacements->library;
+    return !replacements->function;
 }
 
-/* Begin to count. Return 0 if libc10.so does not call these functions. Further calls in this process and in its forks change nothing. */
-int counter_install(const struct python *functions) {
-    static int is_found, has_fork_functions;
-    if (is_found)
+/* Let forks begin without their parent's blocks and place. Return 0 if this fails. */
+static int watch_forks(void) {
+    static int is_watching;
+    return is_watching = is_watching || !pthread_atfork(before_fork, in_parent, in_child);
+}
+
+/* Take Python's functions. Return 0 if this fails. Further calls in this process and in its forks change nothing. */
+int counter_prepare(const struct python *functions) {
+    static int is_prepared;
+    if (is_prepared)
         return 1;
     python = *functions;
     __atomic_store_n(&may_call_python, 1, __ATOMIC_RELEASE);
-    if (!has_fork_functions && pthread_atfork(before_fork, in_parent, in_child))
-        return 0;
-    has_fork_functions = 1;
+    return is_prepared = watch_forks();
+}
+
+/* Begin to count on the CPU. Return 0 if libc10.so does not call these functions. Further calls change nothing. */
+int counter_install(void) {
+    static int is_found;
+    if (is_found)
+        return 1;
     struct replacement replacements[] = {
         {"/libc10.so", "posix_memalign", (void *)counted_memalign, 0},
         {"/libc10.so", "free", (void *)counted_free, 0},
         {NULL, NULL, NULL, 0},
     };
+    return is_found = replace_all(replacements);
+}
+
+/* Record new nodes and running nodes from now on. Return 0 if no library creates nodes by this function. */
+int counter_watch_nodes(const struct autograd *functions, const char *next_number) {
+    static int is_found;
+    if (is_found)
+        return 1;
+    struct replacement replacements[] = {
+        {NULL, next_number, (void *)noted_number, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    autograd = *functions;
     return is_found = replace_all(replacements);
 }
 
@@ -449,6 +590,8 @@ void counter_stop_recording(void) {
 
 /* Begin a new history. The caller has Python's lock. */
 void counter_record(size_t most) {
+    void *native[MOST_NATIVE_FRAMES];
+    (void)!backtrace(native, MOST_NATIVE_FRAMES); /* the first call loads a library */
     counter_stop_recording();
     pthread_mutex_lock(&lock);
     most_events = most;
@@ -492,7 +635,10 @@ static struct {
    `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
 static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
     if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+        struct node node = running_node();
         pthread_mutex_lock(&lock);
+        if (bytes > 0)
+            note((uintptr_t)address, bytes, ALLOCATED, device.index, node);
         on_cuda[device.index].live = (int64_t)allocated;
         if (on_cuda[device.index].peak < (int64_t)allocated)
             on_cuda[device.index].peak = (int64_t)allocated;
@@ -515,7 +661,7 @@ int cuda_install(void) {
         {"/libc10_cuda.so", REPORT, (void *)counted_report, 0},
         {NULL, NULL, NULL, 0},
     };
-    return is_found = torchs_report && replace_all(replacements);
+    return is_found = torchs_report && watch_forks() && replace_all(replacements);
 }
 
 /* Write a CUDA device's allocated bytes, their peak, and the number of allocations. */

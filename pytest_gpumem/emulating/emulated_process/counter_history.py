@@ -1,0 +1,207 @@
+"""Record a history by the library `native/allocation_counter.c`: allocations, frees, and new nodes in autograd's graph.
+
+An entry has the same form as in torch's snapshots, and further keys. At an allocation, ``node`` is autograd's running node as a
+pair of thread and number, and ``node_name`` is its name. An entry with the action `CREATED_NODE` has a new ``node``.
+
+Example: forward creates the node ``(1, 7)`` at line 30 in the module ``blocks.0.up``. When backward runs this node, its
+allocations have the same pair, so they belong to this line and this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any
+
+from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
+from pytest_gpumem.torch_support.private_api.autograd_nodes import (
+    NEXT_NUMBER,
+    NodeFunctions,
+    node_functions,
+    node_name,
+)
+from pytest_gpumem.torch_support.private_api.native_frames import native_frame
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+_PYTHON = (
+    "PyGILState_Ensure",
+    "PyGILState_Release",
+    "PyErr_Fetch",
+    "PyErr_Restore",
+    "PyEval_GetFrame",
+    "PyFrame_GetBack",
+    "PyFrame_GetCode",
+    "PyFrame_GetLineNumber",
+    "Py_IncRef",
+    "Py_DecRef",
+)
+"""The library calls Python by these functions from Python's documented interface."""
+_ACTIONS = ("free_completed", "alloc", CREATED_NODE)
+"""The entries' actions by the library's numbers for them."""
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_size_t), ("bytes", ctypes.c_int64))
+
+
+class _Frame(ctypes.Structure):
+    _fields_ = (("code", ctypes.py_object), ("line", ctypes.c_int64))
+
+
+class _Node(ctypes.Structure):
+    _fields_ = (
+        ("thread", ctypes.c_uint64),
+        ("number", ctypes.c_uint64),
+        ("class_address", ctypes.c_void_p),
+        ("python_name", ctypes.c_char_p),
+    )
+
+
+class _Event(ctypes.Structure):
+    _fields_ = (
+        ("address", ctypes.c_size_t),
+        ("bytes", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
+        ("device", ctypes.c_int64),
+        ("note", ctypes.c_int64),
+        ("node", _Node),
+        ("depth", ctypes.c_int64),
+        ("native_depth", ctypes.c_int64),
+        ("frames", ctypes.POINTER(_Frame)),
+        ("native", ctypes.POINTER(ctypes.c_size_t)),
+    )
+
+
+class _Autograd(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int64) for name in NodeFunctions._fields)
+
+
+class CounterHistory:
+    """The history that the library records in this process.
+
+    Args:
+        library: The path of the compiled library.
+
+    Raises:
+        MeasuringError: The library cannot be loaded. The message is a clause.
+    """
+
+    def __init__(self, library: str) -> None:
+        try:
+            self.library = ctypes.CDLL(library)
+            self._with_lock = ctypes.PyDLL(library)
+            """The same library, called with Python's lock."""
+        except OSError as error:
+            raise MeasuringError(f"the counter of allocations cannot be loaded: {error}") from None
+        pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
+        self.library.counter_note.argtypes = [ctypes.c_int64]
+        self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
+        self._notes = {"": 0}
+        """The noted numbers, by the texts in `note`."""
+
+    def start(self, most_entries: int) -> None:
+        """Start a new recording with room for ``most_entries``. Without known nodes, it has none."""
+        functions = node_functions()
+        if functions is not None:
+            self.library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
+        self._with_lock.counter_record(ctypes.c_size_t(most_entries))
+
+    def stop(self) -> None:
+        """Stop recording, and delete the history."""
+        self._with_lock.counter_stop_recording()
+
+    def stop_calls(self) -> None:
+        """Call Python no more, because it ends."""
+        self.library.counter_stop_calls()
+
+    def note(self, text: str) -> None:
+        """Let the history show a text as ``user_metadata`` at each further entry from this thread."""
+        self.library.counter_note(self._notes.setdefault(text, len(self._notes)))
+
+    def figures(self) -> tuple[int, int, int, int]:
+        """Return the live bytes, the peak and the number of allocations on the CPU, and 1 if the history lacks entries."""
+        figures = (ctypes.c_int64 * 4)()
+        self.library.counter_read(figures)
+        live, peak, allocations, is_cut = figures
+        return live, peak, allocations, is_cut
+
+    def live_blocks(self) -> int:
+        """Count the live blocks on the CPU."""
+        counts = (ctypes.c_size_t * 2)()
+        self.library.counter_copy(None, None, 0, counts)
+        return counts[1]
+
+    def recorded(self) -> tuple[list[dict[str, Any]], dict[int, int]] | None:
+        """Return all entries, and the bytes of each live block on the CPU by address. ``None`` if the history lacks entries."""
+        counts = (ctypes.c_size_t * 2)()
+        most = 0
+        while not most or max(counts) > most:  # other threads may allocate in the meantime
+            most = max(1, *counts) * 2
+            events, alive = (_Event * most)(), (_Block * most)()
+            self.library.counter_copy(events, alive, most, counts)
+        if self.figures()[3]:
+            return None
+        notes = {number: text for text, number in list(self._notes.items())}
+        stacks: dict[bytes, list[dict[str, Any]]] = {}
+        entries = [
+            {
+                "action": _ACTIONS[event.kind],
+                "addr": event.address,
+                "size": event.bytes,
+                "device": event.device,
+                "frames": _frames_of(event, stacks),
+                "user_metadata": notes.get(event.note, ""),
+                "node": (event.node.thread, event.node.number),
+                "node_name": node_name(event.node.class_address, event.node.python_name),
+            }
+            for event in events[: counts[0]]
+        ]
+        return entries, {block.address: block.bytes for block in alive[: counts[1]]}
+
+
+def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return an entry's frames as in torch's snapshots. Equal stacks are a single list in ``stacks``."""
+    depth, native_depth = event.depth, event.native_depth
+    if not depth and not native_depth:
+        return []
+    nbytes = depth * ctypes.sizeof(_Frame) + native_depth * ctypes.sizeof(ctypes.c_size_t)
+    key = depth.to_bytes(1, "big") + ctypes.string_at(event.frames, nbytes)
+    if key not in stacks:
+        stacks[key] = [native_frame(address) for address in event.native[:native_depth]] + [
+            {"filename": frame.code.co_filename, "line": frame.line, "name": frame.code.co_name}
+            for frame in event.frames[:depth]
+        ]
+    return stacks[key]
+
+
+def with_nodes(
+    traces: Sequence[Sequence[Mapping[str, Any]]], entries: Iterable[Mapping[str, Any]]
+) -> list[list[Mapping[str, Any]]]:
+    """Return torch's entries for each GPU with the nodes from this library's entries, and the entries for new nodes.
+
+    Both histories have the same allocations in the same order. If another thread allocated while they began or ended, only one
+    of them has its block. So an address gets no nodes if the numbers differ.
+    """
+    nodes: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    created = []
+    for entry in entries:
+        if entry["action"] == CREATED_NODE:
+            created.append(entry)
+        else:
+            nodes[entry["device"], entry["addr"]].append({key: entry[key] for key in ("node", "node_name")})
+    joined = []
+    for device, trace in enumerate(traces):
+        counts = Counter(entry["addr"] for entry in trace if entry["action"] == "alloc")
+        found = {
+            address: iter(nodes[device, address])
+            for address, count in counts.items()
+            if len(nodes[device, address]) == count
+        }
+        further = (
+            next(found.get(entry["addr"], iter(())), {}) if entry["action"] == "alloc" else {} for entry in trace
+        )
+        joined.append([{**entry, **fields} for entry, fields in zip(trace, further, strict=True)] + created)
+    return joined
