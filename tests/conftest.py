@@ -20,7 +20,7 @@ import pytest
 
 import pytest_gpumem.plugin
 from pytest_gpumem.base.variables import EMULATED
-from pytest_gpumem.emulating.emulated_process.before_torch import COUNTER, LIVE, SHARED, USAGE
+from pytest_gpumem.emulating.emulated_process.before_torch import COUNTER, LIBRARY, LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
@@ -122,7 +122,7 @@ def _no_job_of_a_ci() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _not_reporting_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test's processes not report to the suite, which measures some of its tests itself."""
-    for name in (USAGE, LIVE, COUNTER, SHARED):
+    for name in (USAGE, LIVE, COUNTER, LIBRARY):
         monkeypatch.delenv(name, raising=False)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(STARTUP) in paths and EMULATED not in os.environ:
