@@ -16,6 +16,9 @@ from pytest_gpumem.base.shown_command import MOST_CHARACTERS, shown_command, sho
         (["run", "--db-password", "abc", "--aws_secret", "abc"], "run --db-password *** --aws_secret ***"),
         (["run", "--credentials", "abc", "--PASSWD=abc"], "run --credentials *** --PASSWD=***"),
         (["run", '{"api_key":"abc"}'], 'run {"api_key":***'),
+        (["run", "--passphrase", "abc", "--PWD=abc"], "run --passphrase *** --PWD=***"),
+        (["serve", "--max-num-batched-tokens", "8192"], "serve --max-num-batched-tokens 8192"),
+        (["serve", "--tokenizer", "gpt2", "--max_tokens_per_step=8"], "serve --tokenizer gpt2 --max_tokens_per_step=8"),
         (["run", "--use-token-cache", "--port", "80"], "run --use-token-cache --port 80"),
         (
             ["sh", "-c", "HF_TOKEN=abc serve --api-key abc --port 80"],

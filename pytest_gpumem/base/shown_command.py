@@ -17,7 +17,8 @@ MOST_CHARACTERS = 300
 """A longer command is cut."""
 HIDDEN = "***"
 CUT = "..."
-_NAMED = r"[^\s=:]*(?:key|token|secret|password|passwd|credential)[^\s=:]*"
+_NAMED = r"[^\s=:]*(?:key|token(?!s(?![a-z])|iz)|secret|passw|passphrase|pwd|credential)[^\s=:]*"
+"""A name for a secret. ``--tokenizer`` and ``--max-tokens`` are none."""
 _ASSIGNS = r"(?:=|:(?=[\s\"']))"
 _OPTION = re.compile(rf"-{_NAMED}", re.IGNORECASE)
 """An option with a secret in the next word: ``--api-key``."""
@@ -43,7 +44,7 @@ def _quoted(word: str) -> str:
 def shown_words(command: Sequence[str]) -> tuple[str, ...]:
     """Return a command's words, with ``***`` instead of secrets, and cut after `MOST_CHARACTERS`.
 
-    A secret is the value of an option or variable whose name contains key, token, secret, password or credential.
+    A secret is the value of an option or variable whose name contains key, token, secret, credential or a word for password.
     """
     words: list[str] = []
     left = MOST_CHARACTERS
