@@ -67,6 +67,8 @@ import subprocess
 import sys
 import urllib.request
 
+import torch
+
 
 def serve():
     server = subprocess.Popen([sys.executable, "server.py"], stdout=subprocess.PIPE, text=True)
@@ -80,6 +82,11 @@ def serve():
 
 def test_load(gpumem):
     gpumem.load(serve).value.terminate()
+
+
+def test_both(gpumem):
+    _, server = gpumem.load(lambda: (torch.ones(1000), serve()), explain=True).value
+    server.terminate()
 
 
 def test_region(gpumem):
@@ -100,14 +107,14 @@ def test_the_process_of_a_load_is_explained_and_the_process_of_a_region_says_why
     assert recorded.returncode == 0, recorded.stdout
     (tmp_path / "pids").unlink()
     leaking = session(SERVER, LOADING_TEST, "--gpumem-baseline", LEAK="1")
-    assert "2 failed" in leaking.stdout, leaking.stdout
+    assert "3 failed" in leaking.stdout, leaking.stdout
     load, region = leaking.stdout.split("_ test_region _")
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", shows_modules=True)
     assert re.search(f"what was retained.*\n *other +6.29 MB +{row}", load), leaking.stdout
     assert "kept in: server.KEPT" in load
     assert "its allocations were not recorded, because a region runs only once. To explain it, pass" in region
     pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-    assert len(pids) == 3, "the region runs once"
+    assert len(pids) == 2 + 3 + 1, "a load runs again for each kind of explanation, and a region runs once"
     while any(state_of(pid) not in ("Z", "X") for pid in pids):
         time.sleep(0.01)
 

@@ -247,7 +247,8 @@ class Gpumem:
 
         If the factory starts a server, or uses other processes in another way, they have measurements such as ``load:
         serve.py``. If only other processes use memory, the measurement is the one of all processes. To explain these
-        processes, the factory also runs once more. Processes that still run for this second object are ended.
+        processes, the factory also runs once more, even if it has run again for the composition. Processes that start then,
+        report their memory, and still run afterwards are ended by SIGTERM.
 
         Args:
             factory: A function without arguments that loads and returns a model, a state dict, or any other object with

@@ -36,7 +36,8 @@ def publishing(folder=Path("shared"), started=1, index=0):
 
 
 def highest(all_run=True):
-    return shared.restart(lambda pid, started: all_run).get(0, 0) >> 10
+    shared.remove_ended(lambda pid, started: all_run)
+    return shared.restart().get(0, 0) >> 10
 
 
 Path("shared").mkdir()
@@ -109,7 +110,7 @@ if os.fork() == 0:
     os.execv(sys.executable, [sys.executable, "second.py"])
 os.wait()
 for _ in range(2):
-    print(*(nbytes >> 10 for nbytes in shared.restart(lambda *_: True).values()))
+    print(*(nbytes >> 10 for nbytes in shared.restart().values()))
 """)
     assert printed == ["17", "25", "10", "5"]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +134,9 @@ class Child:
 
     def signal(self, number):
         os.kill(self.pid, number)
+
+    def wait(self):
+        return self._process.wait(30)
 
     def close(self):
         """End it, and return its text on the standard error."""
@@ -382,6 +386,65 @@ def test_a_gpu_that_a_process_used_in_one_part_only_is_in_the_joined_window():
     first, second = usage(allocated=5), replace(usage(window=2), devices=(DeviceUsage(1, 6, 6, 0),))
     (both,) = joined([WindowUsage((first,)), WindowUsage((second,))]).usages
     assert [(device.device, device.allocated) for device in both.devices] == [(0, 5), (1, 6)]
+
+
+class Sums:
+    """The highest sums of all processes, as `SharedBytes` returns them one after the other."""
+
+    def __init__(self, *sums):
+        self._sums = iter(sums)
+        self.is_running = None
+
+    def restart(self):
+        return {0: next(self._sums)}
+
+    def remove_ended(self, is_running):
+        self.is_running = is_running
+
+    def close(self):
+        pass
+
+
+def test_a_peak_while_processes_are_asked_is_in_the_windows_on_both_sides(windows, start, monkeypatch):
+    monkeypatch.setattr(windows, "_shared", Sums(1, 30, 20, 25, 10, 5, 2, 3))
+    start(windows)
+    simultaneous = []
+    for _ in range(2):
+        with windows.window() as window:
+            pass
+        simultaneous.append(window.usage.simultaneous)
+    assert simultaneous == [{0: 30}, {0: 5}]
+
+
+def test_a_process_that_answers_runs_also_if_its_pid_is_from_another_namespace(windows, start, monkeypatch):
+    shared = Sums(0, 0, 0, 0)
+    monkeypatch.setattr(windows, "_shared", shared)
+    child = start(windows)
+    monkeypatch.setattr(windows_module, "is_running", lambda pid, started: False)
+    with windows.window() as window:
+        child.do("take 10")
+    (usage,) = window.usage.usages
+    assert shared.is_running(child.pid, usage.process.started)
+    assert not shared.is_running(child.pid, usage.process.started + 1)
+
+
+def test_processes_that_start_in_a_context_end_and_earlier_ones_go_on(windows, start):
+    """An earlier process may use a device for the first time in the context, as a worker of a pool does."""
+    command = [sys.executable, "-c", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as worker:
+        with windows.ending_new_processes():
+            identity = ProcessIdentity(worker.pid, started_at(worker.pid), tuple(command))
+            report = ProcessUsage(time.monotonic_ns(), None, process=identity)
+            (folder_of(windows) / f"{worker.pid}-1.json").write_text(usage_text(report), encoding="utf-8")
+            new = start(windows)
+        assert new.wait() == -signal.SIGTERM
+        assert worker.poll() is None
+        worker.communicate(b"\n")
+        assert worker.returncode == 0
+
+
+def started_at(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
 
 
 def test_joined_parts_have_the_most_bytes_held_at_the_same_time_in_any_part():

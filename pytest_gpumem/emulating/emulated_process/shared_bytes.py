@@ -71,22 +71,27 @@ class SharedBytes:
         finally:
             os.close(file)
 
-    def restart(self, is_running: Callable[[int, int], bool]) -> dict[int, int]:
-        """Return the highest sum on each device since the last call, by the device's index in the machine.
-
-        The next highest sum begins at the current sum. Devices without bytes are left out.
+    def remove_ended(self, is_running: Callable[[int, int], bool]) -> None:
+        """Take the bytes of killed processes out of the sum.
 
         Args:
-            is_running: Returns whether a process runs, from its pid and the time of its start. The bytes of killed processes
-                leave the sum.
+            is_running: Returns whether a process runs, from its pid and the time of its start.
         """
         if self._table is None:
-            return {}
+            return
         owners = (ctypes.c_int64 * _MOST_PROCESSES)()
         self._library.shared_owners(self._table, owners)
         for owner in filter(None, owners):
             if not is_running(owner % (1 << _PID_BITS), owner >> _PID_BITS):
                 self._library.shared_remove(self._table, owner)
+
+    def restart(self) -> dict[int, int]:
+        """Return the highest sum on each device since the last call, by the device's index in the machine.
+
+        The next highest sum begins at the current sum. Devices without bytes are left out.
+        """
+        if self._table is None:
+            return {}
         highest = (ctypes.c_int64 * _MOST_DEVICES)()
         self._library.shared_restart(self._table, highest)
         return {device: nbytes for device, nbytes in enumerate(highest) if nbytes}

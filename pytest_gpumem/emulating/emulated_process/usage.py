@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import sys
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -222,6 +223,13 @@ class ProcessUsage:
     """The reason why the process did not record its allocations, although the test asked for a recording."""
     written: int = 0
     """Time of this report in the same ticks as `ProcessIdentity.started`. 0 if unknown."""
+
+
+def ticks_now() -> int:
+    """Return the current time in ticks since the machine started, as in `ProcessIdentity.started`; 0 if unknown."""
+    if not hasattr(time, "CLOCK_BOOTTIME"):
+        return 0
+    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def is_own(folder: Path) -> bool:

@@ -31,6 +31,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     is_own,
     no_kernels,
     rank_in,
+    ticks_now,
     words_of,
     write_usage,
 )
@@ -350,13 +351,6 @@ def _started() -> int:
         return int(Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def ticks_now() -> int:
-    """Return the current time in ticks since the machine started, as in `ProcessIdentity.started`; 0 if unknown."""
-    if not hasattr(time, "CLOCK_BOOTTIME"):
-        return 0
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
 
 
 def _installed() -> list[str]:

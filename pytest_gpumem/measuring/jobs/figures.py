@@ -37,6 +37,11 @@ ALL = "all processes"
 PROCESS, PROCESSES = "process", "processes"
 """The steps in the workloads of another process, and of all processes together (`Workload.step`)."""
 _METRICS = ("peak_allocated", "peak_reserved")
+_AT_DIFFERENT_TIMES = "the peaks may be at different times"
+_NOT_SIMULTANEOUS = (
+    f"{_AT_DIFFERENT_TIMES}. The bytes at the same time are known only on Linux with a C compiler, and with torch's own "
+    "allocator"
+)
 _DEFAULT_NAME = re.compile(r"(Fork|Spawn|ForkServer)?(Pool)?(Process|Worker)-[\d:]+")
 """Names that `multiprocessing` gives to processes: ``SpawnProcess-1``."""
 
@@ -221,11 +226,12 @@ def job_figures(
         }
         most = max(map(len, groups), default=0) + bool(own_bytes)
         if most > 1:
-            notes.append(
-                f"{gpu_name}: the sum of {most} processes' peaks, an upper bound, because the peaks may be at different times"
-            )
+            bound = f"{gpu_name}: the sum of {most} processes' peaks, an upper bound"
+            notes.append(f"{bound}, because {_AT_DIFFERENT_TIMES if published is not None else _NOT_SIMULTANEOUS}")
             if published is not None:
-                held[gpu_name] = min(own_bytes + published.get(number, 0), by_gpu[gpu_name][_METRICS[0]])
+                peaks = [own_bytes, *(metrics[_METRICS[0]] for _, metrics in on_gpu)]
+                at_least, at_most = max(peaks), by_gpu[gpu_name][_METRICS[0]]
+                held[gpu_name] = sorted((at_least, own_bytes + published.get(number, 0), at_most))[1]
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, [name.name for name in names])
     kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)

@@ -18,7 +18,7 @@ from pytest_gpumem.emulating.emulated_process.counter_library import counter_lib
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
-from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
+from pytest_gpumem.measuring.jobs.processes import JobProcesses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +129,7 @@ def run_job(
             invalid,
             processes.alive(),
             tuple(map(uncounted_in, reports.glob(f"*{UNCOUNTED}"))),
-            shared.restart(is_running),
+            shared.restart(),
         )
 
 

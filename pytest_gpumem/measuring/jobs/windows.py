@@ -35,6 +35,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     mark_in,
     read_reports,
     text_of,
+    ticks_now,
     uncounted_in,
 )
 from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
@@ -193,6 +194,8 @@ class ProcessWindows:
         self._further_variables = dict(variables or {})
         self._folder, self._listener = _folder_with_listener()
         self._shared = SharedBytes(self._folder)
+        self._while_asked: dict[int, int] = {}
+        """The highest sum of all processes on each GPU while the latest request was answered."""
         self._connections: dict[socket.socket, bytearray] = {}
         """Connections to processes, each with the received begin of an answer."""
         self._invalid: dict[str, None] = {}
@@ -282,12 +285,20 @@ class ProcessWindows:
             "their memory is not known. Let no test remove folders that it has not made"
         )
 
-    def end_those_since(self, began: int) -> None:
-        """End the processes that report and began after a moment of `time.monotonic_ns`."""
-        for usage in read_reports(self._folder).usages.values():
-            if usage.began > began and usage.ended is None and is_running(usage.process.pid, usage.process.started):
-                with suppress(OSError):
-                    os.kill(usage.process.pid, signal.SIGTERM)
+    @contextmanager
+    def ending_new_processes(self) -> Iterator[None]:
+        """End the processes that report, start within the context, and still run after it."""
+        time.sleep(1 / os.sysconf("SC_CLK_TCK"))  # earlier processes then started at an earlier tick
+        first_tick = ticks_now()
+        try:
+            yield
+        finally:
+            for usage in read_reports(self._folder).usages.values():
+                process = usage.process
+                is_new = first_tick and process.started >= first_tick
+                if is_new and usage.ended is None and is_running(process.pid, process.started):
+                    with suppress(OSError):
+                        os.kill(process.pid, signal.SIGTERM)
 
     def divide(self) -> WindowUsage:
         """End a part of all open windows, and return the processes in this part."""
@@ -305,6 +316,7 @@ class ProcessWindows:
             return WindowUsage()
         if not (self._connections or self._accepted() or any(self._folder.glob("*.json"))):
             return WindowUsage()
+        until_asked = self._shared.restart()
         answers = {} if self._listener is None else self._answers(asked, seconds)
         usages = [self._with_live_first(usage) for usage in answers.values()]
         killed: list[ProcessUsage] = []
@@ -328,13 +340,14 @@ class ProcessWindows:
                 continue
             (usages if usage.ended is not None else killed).append(self._with_live_first(usage))
             path.unlink(missing_ok=True)
-        part = WindowUsage(
-            tuple(usages),
-            tuple(killed),
-            tuple(silent),
-            tuple(unknown),
-            simultaneous=self._shared.restart(is_running),
-        )
+        # A process's peak may be between its answer and the last answer. Then the next part has it.
+        answered = {(usage.process.pid, usage.process.started) for usage in answers.values()}
+        self._shared.remove_ended(lambda pid, started: (pid, started) in answered or is_running(pid, started))
+        sums = [self._while_asked, until_asked, while_asked := self._shared.restart()]
+        self._while_asked = while_asked
+        gpus = sorted({gpu for by_gpu in sums for gpu in by_gpu})
+        simultaneous = {gpu: max(by_gpu.get(gpu, 0) for by_gpu in sums) for gpu in gpus}
+        part = WindowUsage(tuple(usages), tuple(killed), tuple(silent), tuple(unknown), simultaneous=simultaneous)
         for window in self._open:
             window.parts.append(part)
         return part

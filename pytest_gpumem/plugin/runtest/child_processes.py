@@ -68,9 +68,9 @@ class SessionProcesses:
         """Return the context `ProcessWindows.window`."""
         return self._windows.window(record=record, look=look)
 
-    def end_those_since(self, began: int) -> None:
-        """End the processes that report and began after a moment of `time.monotonic_ns`."""
-        self._windows.end_those_since(began)
+    def ending_new_processes(self) -> AbstractContextManager[None]:
+        """Return the context `ProcessWindows.ending_new_processes`."""
+        return self._windows.ending_new_processes()
 
     def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.

@@ -80,9 +80,10 @@ def load(
     workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
     judged = run.judge_figures(workload, by_device, name)
     if judged.measurement.peak_allocated > 0:  # otherwise, only another process may have memory
-        judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
+        with run.ending_new_processes(window):
+            judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
     own_peaks = {gpu: memory.own_peak for gpu, memory in by_device.items()}
-    run_again = run.recorded_loading(repeated.load)
+    run_again = run.recorded_loading(repeated.load, window)
     return value, partial(run.keep_with_processes, judged, own_peaks, window, run_again, explain=explain)
 
 

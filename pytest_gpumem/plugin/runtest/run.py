@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from pytest_gpumem.torch_support.tracebacks import clear_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.values.gpu_use import GpuUse
@@ -721,20 +721,28 @@ class TestRun:
         self._call_subject(self.device).prepare()
         return self._recorded(partial(call_again, self.item))
 
-    def recorded_loading(self, load: Callable[[], object]) -> RunAgain:
-        """Return a function that loads an object again while its processes record their allocations, and ends processes that
-        still run for this second object.
+    def recorded_loading(self, load: Callable[[], object], window: Window) -> RunAgain:
+        """Return a function that loads an object again while its processes record their allocations.
+
+        Args:
+            load: The function.
+            window: The processes when the object was loaded first.
         """
 
         def run_again() -> Sequence[ProcessFigures]:
-            began = time.monotonic_ns()
-            try:
+            with self.ending_new_processes(window):
                 return self._recorded(load)
-            finally:
-                assert self.processes is not None, "only called if there are processes"
-                self.processes.end_those_since(began)
 
         return self._if_alone(run_again)
+
+    def ending_new_processes(self, window: Window) -> AbstractContextManager[None]:
+        """Return a context for code that loads an object again. It ends processes that started for the second object.
+
+        Args:
+            window: The processes when the object was loaded first. Without any, no process is ended.
+        """
+        usages = window.usage.usages
+        return nullcontext() if self.processes is None or not usages else self.processes.ending_new_processes()
 
     def _if_alone(self, run_again: Callable[[], Sequence[ProcessFigures]]) -> RunAgain:
         """Return ``run_again``, or the reason why a rank does not run code again for its processes."""

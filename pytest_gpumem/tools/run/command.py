@@ -137,7 +137,7 @@ def run(*, steps: int, name: str, script: Path, arguments: tuple[str, ...], **op
       to each measurement.
     - The figure for all processes is the sum of their peaks on a GPU or on the CPU, including the script's own peak. Two
       processes are added only if they ran at the same time. The sum is an upper bound, because the peaks may be at different
-      times.
+      times. A budget limits the most bytes that they held at the same time, if they are known.
     - If the script makes no step itself, as with `torch.multiprocessing.spawn`, the names begin with `script`, for example
       `script: all processes`. The script's own process has a measurement only if it used the device.
     - `--steps` ends only the script. Other processes run to their own end, so let them train for few steps.
