@@ -46,9 +46,13 @@ def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_pa
     ("command", "message"),
     [
         ('"python train.py --lr 1"', "needs a list of words, got a text; write *python', 'train.py', '--lr', '1'*"),
-        ("[]", "needs a list with a program and its arguments, got *"),
-        ('["python", 1]', "needs a list with a program and its arguments, got *'python', 1*"),
-        ("None", "needs a list with a program and its arguments, got None"),
+        ('"serve --api-key abc"', "needs a list of words, got a text; write *'serve', '--api-key', '[*][*][*]'*"),
+        ("[]", "needs a list with a program and its arguments, got an empty one"),
+        (
+            '["serve", "--api-key", "abc", 1]',
+            "needs a list with a program and its arguments as texts, got int at index 3; write str(...)",
+        ),
+        ("None", "needs a list with a program and its arguments, got NoneType"),
         ('["python"], timeout="5"', "needs a number of seconds above 0 as timeout, got '5'"),
         ('["python"], timeout=0', "needs a number of seconds above 0 as timeout, got 0"),
         ('["python"], ranks="2"', "needs a whole number of 1 or more as ranks, got '2'"),

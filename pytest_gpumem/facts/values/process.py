@@ -21,9 +21,9 @@ class ProcessDetails:
     among: Count
     """The number of the test's processes on the device."""
     command: tuple[str, ...] = ()
-    """The program with its arguments. The value of an option or variable whose name contains key, token, secret, password or
-    credential is ``***``, and a long command is cut. A process from ``multiprocessing`` has the name there instead:
-    ``("multiprocessing", "SpawnProcess-1")``."""
+    """The program with its arguments. The values of options and variables named as secrets (``--api-key``, ``HF_TOKEN``,
+    ``password``) are ``***``, and a long command is cut. A secret under another name is shown. A process from
+    ``multiprocessing`` has the name there instead: ``("multiprocessing", "SpawnProcess-1")``."""
     parent: str | None = None
     """The parent's program, such as ``torchrun``; ``None`` if it is unknown."""
     rank: Count | None = None

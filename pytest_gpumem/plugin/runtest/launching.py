@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import CannotRun, JobError
-from pytest_gpumem.base.shown_command import shown_command
+from pytest_gpumem.base.shown_command import shown_command, shown_words
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
@@ -120,10 +120,16 @@ def launch(
 def _checked(command: Any) -> list[str]:
     """Return a command as a list of words. Raises ``TypeError`` unless it is a list or tuple with texts and paths."""
     if isinstance(command, str):
-        raise TypeError(f"gpumem.launch() needs a list of words, got a text; write {shlex.split(command)!r}")
-    is_listed = isinstance(command, (list, tuple)) and command
-    if not is_listed or not all(isinstance(word, (str, os.PathLike)) for word in command):
-        raise TypeError(f"gpumem.launch() needs a list with a program and its arguments, got {command!r}")
+        words = list(shown_words(shlex.split(command)))
+        raise TypeError(f"gpumem.launch() needs a list of words, got a text; write {words!r}")
+    needs = "gpumem.launch() needs a list with a program and its arguments"
+    if not isinstance(command, (list, tuple)):
+        raise TypeError(f"{needs}, got {type(command).__name__}")
+    if not command:
+        raise TypeError(f"{needs}, got an empty one")
+    for index, word in enumerate(command):
+        if not isinstance(word, (str, os.PathLike)):
+            raise TypeError(f"{needs} as texts, got {type(word).__name__} at index {index}; write str(...)")
     return [os.fspath(word) for word in command]
 
 
