@@ -204,5 +204,7 @@ def test_a_killed_process_is_named_with_advice_that_fits_its_kind(name, shown, m
     command = ("python", "-c", "from multiprocessing.spawn import spawn_main; spawn_main()", "--multiprocessing-fork")
     killed = usage(ended=None, process=ProcessIdentity(1, command=command, name=name))
     device = SimpleNamespace(lacks={}.get, variables_of_processes=dict)
-    with pytest.raises(MeasuringError, match=rf"`{shown}` was killed .*; {re.escape(mend)}"):
+    with pytest.raises(
+        MeasuringError, match=rf"`{shown}` was killed .*, {re.escape(mend)} instead\. .* no memory was free"
+    ):
         check_processes(WindowUsage(killed=(killed,)), device)

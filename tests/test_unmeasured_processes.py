@@ -11,12 +11,35 @@ from tests.jobs.mapped import maps_torch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not list the libraries of a process")
 
+CONFTEST = """
+from pathlib import Path
+
+from pytest_gpumem.measuring.jobs.processes import JobProcesses
+
+look = JobProcesses.look
+
+
+def look_and_tell(processes):
+    look(processes)
+    for pid, process in processes._processes.items():
+        if process.has_gpu_library and process.looks > 1:
+            Path(f"{pid}.looked").touch()
+
+
+JobProcesses.look = look_and_tell
+"""
+UNTIL_LOOKED = """import os, time
+for _ in range(6000):
+    if os.path.exists(f'{os.getpid()}.looked'):
+        break
+    time.sleep(0.01)
+"""
 TEST = f"""
 import os
 import subprocess
 import sys
 
-CODE = {maps_torch("import time; time.sleep(1)")!r}
+CODE = {maps_torch(UNTIL_LOOKED)!r}
 
 
 def start(*options, **more):
@@ -57,6 +80,7 @@ ISOLATED = "because it runs with python -I (start it without -I)"
 
 @pytest.fixture
 def session(project):
+    project.write(CONFTEST, "conftest.py")
     project.write(TEST)
     return lambda *arguments: project.run("--gpumem-report=report.json", *arguments, separate=True)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
+
+LIBRARY = counter_library()
+
 
 def test_a_gpu_has_allocated_since_its_first_tensor_also_if_statistics_are_reset(on_gpu):
     printed = on_gpu("""
@@ -148,6 +152,22 @@ for count in (1, 10):
     print(len(recorder.recorded({})), recorder.failure)
 """)
     assert printed.splitlines() == ["1 None", "0 the history has no room for more than 12 entries"]
+
+
+def test_a_program_with_more_nodes_than_the_history_has_room_says_so(on_gpu):
+    printed = on_gpu(f"""
+from pytest_gpumem.emulating.emulated_process import block_recorder
+
+block_recorder.MOST_ENTRIES = 4096
+kept = torch.ones(1000, device="cuda", requires_grad=True)
+recorder = block_recorder.BlockRecorder(block_recorder.CudaHistory({str(LIBRARY)!r}))
+for count in (1, 5000):
+    recorder.begin()
+    for _ in range(count):
+        kept.view(-1)
+    print(len(recorder.recorded({{}})), recorder.failure)
+""")
+    assert printed.splitlines() == ["1 None", "0 the history has no room for more than 4,096 entries"]
 
 
 def test_frees_are_counted(on_gpu):

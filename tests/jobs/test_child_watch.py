@@ -16,6 +16,7 @@ import pytest
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.emulating.emulated_process import pausing_thread
 from pytest_gpumem.measuring.jobs import child_watch
+from pytest_gpumem.measuring.jobs.processes import own_children
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows
 from tests.jobs.mapped import maps_torch
 
@@ -289,3 +290,21 @@ def test_a_thread_that_was_stuck_while_the_process_forked_goes_on(monkeypatch, t
         os.waitpid(pid, 0)
         goes_on.set()
         assert looks_again.wait(10)
+
+
+def test_a_process_that_began_just_before_the_end_has_time_to_report(monkeypatch, tmp_path):
+    waits = "import sys; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", maps_torch(waits)]
+
+    def report(_):
+        (tmp_path / f"{started[0].pid}.seen").write_bytes("\0".join(command).encode() + b"\0")
+
+    started = []
+    with child_watch.ChildWatch(tmp_path, own_children()) as watch:
+        pass
+    monkeypatch.setattr(child_watch.time, "sleep", report)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={}) as process:
+        started.append(process)
+        process.stdout.readline()
+        # Nothing is named afterwards either, so the first look had seen the process without its report.
+        assert (watch.unseen(), len(list(tmp_path.iterdir()))) == ((), 1)

@@ -61,6 +61,24 @@ def test_a_descendant_with_torch_or_the_driver_that_does_not_report_is_unseen(ma
     assert machine.unseen() == (("python train.py",) if unseen else ())
 
 
+@pytest.mark.parametrize(
+    ("maps", "files", "unseen"),
+    [
+        pytest.param(DRIVER, ["/dev/nvidiactl", "/dev/nvidia0"], False, id="nvidia-smi"),
+        pytest.param(DRIVER, ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia0"], True, id="a CUDA context"),
+        pytest.param(DRIVER, ["/dev/dxg"], True, id="another driver"),
+        pytest.param(DRIVER + TORCH, ["/dev/nvidiactl"], True, id="torch without a context"),
+    ],
+)
+def test_a_program_that_only_reads_the_drivers_state_is_not_unseen(machine, maps, files, unseen):
+    machine.add(20, 10, maps)
+    folder = machine.proc / "20" / "fd"
+    folder.mkdir()
+    for number, file in enumerate(files):
+        (folder / str(number)).symlink_to(file)
+    assert machine.unseen() == (("python train.py",) if unseen else ())
+
+
 def test_a_process_that_reports_is_not_unseen_even_if_it_begins_late(machine):
     machine.add(20, 10, TORCH)
     machine.add(21, 10, TORCH)

@@ -161,7 +161,8 @@ class CudaHistory:
         snapshot = cuda_snapshot()
         recorded = None if self._nodes is None else self._nodes.recorded()
         traces = snapshot["device_traces"]
-        if max(map(len, traces), default=0) >= MOST_ENTRIES:
+        lacks_nodes = self._nodes is not None and recorded is None
+        if lacks_nodes or max(map(len, traces), default=0) >= MOST_ENTRIES:
             return f"the history has no room for more than {MOST_ENTRIES:,} entries"
         active: defaultdict[int, dict[int, int]] = defaultdict(dict)
         for segment in snapshot["segments"]:

@@ -1,4 +1,8 @@
-"""Compile the C file that counts torch's allocations on the CPU in other processes, and cache the library."""
+"""Compile the C file that counts and records torch's allocations in other processes, and cache the library.
+
+On the CPU, the library counts all memory. On a GPU, it counts the bytes that processes have at the same time, and records the
+nodes in autograd's graph.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,8 @@ def counter_library() -> Path | str:
     machine = platform.machine()
     if sys.platform != "linux" or machine not in ("x86_64", "aarch64"):
         return (
-            f"processes count their memory on the CPU only on Linux on x86-64 and aarch64, and this is {sys.platform}"
+            "other processes count their allocations only on Linux on x86-64 and aarch64, and this is "
+            f"{sys.platform} on {machine}"
         )
     source = (files(__package__) / "native" / _SOURCE).read_text(encoding="utf-8")
     key = hashlib.sha256(f"{machine} {SHARED_OPTIONS} {source}".encode()).hexdigest()[:16]
@@ -40,7 +45,7 @@ def counter_library() -> Path | str:
         make_private_folder(cache)
         folder = cache / key
         if not folder.is_dir():
-            compiler = find_compiler("other processes need a compiler once to count their memory on the CPU")
+            compiler = find_compiler("other processes need a compiler once to count their allocations")
             fill(folder, _PRODUCT, lambda draft: _compile(compiler, source, draft))
         check_private_folder(folder)
     except CacheError as error:

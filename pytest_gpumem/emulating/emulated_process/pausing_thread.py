@@ -53,7 +53,7 @@ class PausingThread:
         """Start the thread. If the earlier thread is late to stop, it goes on."""
         with self._lock:
             self._is_wanted = True
-            if self._thread is not None:
+            if self.is_running:
                 return
             self._is_over.clear()
             thread = threading.Thread(target=self._run_while_wanted, name=self._name, daemon=True)
@@ -69,7 +69,8 @@ class PausingThread:
             thread = self._thread
             is_first_wait = not self._is_over.is_set()
             self._is_over.set()
-        if thread is not None:
+        # The thread itself forks if it collects an object whose `__del__` forks. It cannot wait for its own end.
+        if thread is not None and thread is not threading.current_thread():
             self.wake()
             thread.join(MOST_SECONDS if is_first_wait else 0)
 

@@ -60,6 +60,8 @@ class ChildWatch(PausingThread):
         if not self.is_running:
             # A single look does not distinguish a program from its parent's fork.
             self._look()
+            if self._processes.may_report_later():
+                time.sleep(_LOOK_SECONDS)
             self._look()
         return self._processes.unseen()
 

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _GPU_LIBRARY = re.compile(rb"/lib(torch_cpu|torch_cuda|cuda|cudart)\.(so|dylib)[^/\n]*$", re.MULTILINE)
-
+_DRIVER = b"cuda"
+_DRIVER_FILE = "/dev/nvidiactl"
+_CONTEXT_FILE = "/dev/nvidia-uvm"
+"""The driver opens this file for the first CUDA context."""
 
 _ISOLATING = frozenset("IES")
 """Options of the Python interpreter with which no process reports. ``-I`` includes ``-E``."""
@@ -107,7 +110,7 @@ class JobProcesses:
             )
             if not process.has_gpu_library and not self._reports(pid, process):
                 variables = self._variables_of(pid, command)
-                if _GPU_LIBRARY.search(self._bytes(pid, "maps")) is not None:
+                if self._may_use_gpu(pid):
                     cause = why_unseen(words_of(command), variables)
                     process = replace(process, has_gpu_library=True, cause=cause)
             self._processes[pid] = process
@@ -122,6 +125,12 @@ class JobProcesses:
             Unseen(text_of(process.command) or f"process {pid}", process.cause)
             for pid, process in {**self._gone, **self._processes}.items()
             if process.has_gpu_library and process.looks > 1 and not self._reports(pid, process)
+        )
+
+    def may_report_later(self) -> bool:
+        """Return whether a process with a GPU library had no report at the last look. A new fork may not have run yet."""
+        return any(
+            process.has_gpu_library and not self._reports(pid, process) for pid, process in self._processes.items()
         )
 
     def alive(self) -> tuple[str, ...]:
@@ -164,6 +173,27 @@ class JobProcesses:
             return None
         is_whole = all(b"=" in variable for variable in variables if variable)
         return variables if is_whole and not is_fork else None
+
+    def _may_use_gpu(self, pid: int) -> bool:
+        """Return whether a process has torch or CUDA in its memory, and is not known to have no CUDA context.
+
+        Example:
+            ``nvidia-smi`` maps libcuda to print its version. It opens ``/dev/nvidiactl``, but not ``/dev/nvidia-uvm``.
+        """
+        libraries = {match[1] for match in _GPU_LIBRARY.finditer(self._bytes(pid, "maps"))}
+        if libraries == {_DRIVER}:
+            files = self._files_of(pid)
+            return _DRIVER_FILE not in files or _CONTEXT_FILE in files
+        return bool(libraries)
+
+    def _files_of(self, pid: int) -> frozenset[str]:
+        """Return the paths of a process's open files. Files of another user's process are not shown."""
+        files = set()
+        with suppress(OSError):
+            for descriptor in (self._proc / str(pid) / "fd").iterdir():
+                with suppress(OSError):
+                    files.add(str(descriptor.readlink()))
+        return frozenset(files)
 
     def _children(self) -> dict[int, list[int]]:
         children: dict[int, list[int]] = {}
