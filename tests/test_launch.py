@@ -113,7 +113,7 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
         pytest.param(job(), None, "no process of `run it` allocated memory", id="no GPU"),
         pytest.param(job(usage(devices=())), None, "no process of `run it` allocated memory", id="nothing reserved"),
         pytest.param(job(usage(0)), 2, "ranks=2, but no process with rank 1 used the device", id="a rank"),
-        pytest.param(job(usage()), 2, "no process with rank 0 or 1 used the device", id="no ranks"),
+        pytest.param(job(usage()), 2, "rank 0 or 1 used the device, only a process without a rank", id="no ranks"),
         pytest.param(job(usage(0), usage(1), usage(2)), 2, "ranks=2, but 3 ranks used the device", id="too many ranks"),
     ],
 )

@@ -104,6 +104,7 @@ def test_each_process_has_its_command_position_parent_rank_and_end(project, sess
     assert f"  note: process 3 of 3: {python} serve.py --end=1, rank 3, child of sh, ended" in result.outlines
 
 
+@pytest.mark.thorough
 def test_no_baseline_has_the_command(project, session):
     session("--gpumem-update=new")
     first = {path: path.read_bytes() for path in project.store.rglob("*") if path.is_file()}

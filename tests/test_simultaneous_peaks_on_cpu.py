@@ -1,4 +1,8 @@
-"""The bytes that several processes hold at the same time, on the CPU."""
+"""The bytes that several processes hold at the same time, on the CPU.
+
+By default, `tests/emulated` runs the same tests on an emulated GPU, and `tests/emulated_process/test_shared_bytes.py` looks at the
+bytes that a process publishes on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects 
     test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline,
     test_idle_and_killed_servers_do_not_count_and_the_own_peak_does,
 )
+
+pytestmark = pytest.mark.thorough
 
 
 @pytest.fixture

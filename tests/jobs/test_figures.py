@@ -144,7 +144,7 @@ def test_a_gpus_figure_is_the_sum_of_its_processes_and_said_to_be_an_upper_bound
         "cuda:1": {"peak_allocated": 500, "peak_reserved": 1000},
     }
     (note,) = job.notes
-    assert note.startswith("cuda:0: the sum of 2 processes' peaks, an upper bound")
+    assert note.startswith("cuda:0: 400 B is the sum of 2 processes' peaks, an upper bound")
 
 
 def timed(pid: int, started: int, written: int, ended: int | None = 2, peak: int = 100, **more: object) -> ProcessUsage:
@@ -170,6 +170,13 @@ def test_peaks_are_added_unless_a_process_started_after_the_others_end(second, p
         assert bool(job.notes) == (peak == 200)
 
 
+def test_a_program_and_the_program_that_replaces_it_by_exec_are_not_added():
+    first, second = (timed(1, started=10, written=ticks, peak=peak) for ticks, peak in ((20, 100), (30, 300)))
+    job = job_figures([first, replace(second, began=5)])
+    assert job.by_gpu["cuda:0"]["peak_allocated"] == 300
+    assert job.notes == ()
+
+
 def test_a_process_that_still_runs_overlaps_with_every_later_process():
     running = timed(1, started=10, written=20, ended=None)
     later = timed(2, started=90, written=95)
@@ -183,7 +190,7 @@ def test_the_largest_sum_is_that_of_processes_at_the_start_of_one_of_them():
     usages = [timed(1, 10, 100, peak=5), timed(2, 20, 30, peak=70), timed(3, 40, 50, peak=60)]
     job = job_figures(usages)
     assert job.by_gpu["cuda:0"]["peak_allocated"] == 75
-    assert job.notes[0].startswith("cuda:0: the sum of 2 processes' peaks")
+    assert job.notes[0].startswith("cuda:0: 75 B is the sum of 2 processes' peaks")
 
 
 def test_ranks_that_torchrun_starts_again_are_not_added_to_the_ranks_before():
@@ -192,7 +199,7 @@ def test_ranks_that_torchrun_starts_again_are_not_added_to_the_ranks_before():
     ]
     restarted = job_figures([usage(one, (0, 100 + one.pid), written=one.started + 40) for one in attempts])
     assert restarted.by_gpu["cuda:0"]["peak_allocated"] == 102 + 103
-    assert "the sum of 2 processes' peaks" in restarted.notes[0]
+    assert "205 B is the sum of 2 processes' peaks" in restarted.notes[0]
 
 
 def rank(number: int, peak: int, restart: int = 0, pid: int = 0) -> ProcessUsage:
@@ -305,7 +312,7 @@ def test_the_own_peak_is_a_part_of_the_sum_and_the_own_process_has_no_reserved_b
     assert job.by_gpu == {"cuda:0": {"peak_allocated": 1100}}
     (note,) = job.notes
     assert note == (
-        "cuda:0: the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times. The bytes at the "
+        "cuda:0: 1.10 kB is the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times. The bytes at the "
         "same time are known only on Linux with a C compiler, and with torch's own allocator"
     )
     unused = job_figures([timed(1, 10, 20)], own={0: OwnPeak("cuda:0", 0)})
@@ -334,7 +341,7 @@ def test_simultaneous_bytes_are_never_less_than_the_peak_of_a_single_process():
     assert held(*two, at_most=40) == {"cuda:0": 100}
     assert held(*two, at_most=0, own=OWN) == {"cuda:0": 1000}
     assert job_figures(two, simultaneous={0: 40}).notes == (
-        "cuda:0: the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times",
+        "cuda:0: 200 B is the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times",
     )
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.base.errors import JobError
-from pytest_gpumem.emulating.emulated_process.usage import SEEN
-from pytest_gpumem.measuring.jobs.run import failure, reporting_to, run_job
+from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.measuring.jobs.run import FinishedJob, failure, reporting_to, run_job
 from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
 
@@ -57,6 +57,53 @@ def test_a_failure_ends_with_the_last_lines_of_the_output(tmp_path):
     assert rest == [str(number) for number in range(80, 100)]
     killed = python("-c", "import os; os.kill(os.getpid(), 9)")
     assert failure(killed, job(killed, tmp_path)).endswith("was ended by signal 9, without output")
+
+
+KILLED_RANKS = [
+    ProcessUsage(
+        rank, None, (DeviceUsage(0, peak, peak, 0),), process=ProcessIdentity(rank, rank, ("python", "t.py"), rank=rank)
+    )
+    for rank, peak in ((1, 5_000_000), (2, 0))
+]
+
+
+def test_a_failure_names_killed_processes_with_their_peaks_until_then():
+    ended = FinishedJob(1, "output\n", "", tuple(KILLED_RANKS), ())
+    assert failure(["torchrun", "t.py"], ended) == (
+        "`torchrun t.py` ended with exit status 1. t.py rank 1 was killed before it could report its memory. Its peak was at "
+        "least 5.00 MB, and may have been larger. t.py rank 2 was killed before it could report its memory, so its peak is not "
+        "known:\noutput"
+    )
+
+
+DAEMON = """
+import os
+from pathlib import Path
+
+from pytest_gpumem.emulating.emulated_process.usage import ProcessIdentity, ProcessUsage, write_usage
+
+reading, writing = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    identity = ProcessIdentity(os.getpid(), started, ("python", "daemon.py"))
+    write_usage(Path(os.environ["GPUMEM_USAGE"]), "1-1", ProcessUsage(1, None, process=identity))
+    for descriptor in range(3):
+        os.close(descriptor)
+    os.write(writing, b"written")
+    os.execvp("sleep", ["sleep", "100"])
+os.read(reading, 7)
+"""
+
+
+def test_a_daemon_that_reports_is_told_to_run_and_not_to_be_killed(tmp_path):
+    done = job(python("-c", DAEMON), tmp_path, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert "python daemon.py" in done.alive
+    (usage,) = done.usages
+    os.kill(usage.process.pid, 9)
+    assert "killed" not in failure(["serve"], done)
 
 
 @pytest.mark.parametrize("command", [["no-such-program"], ["/"]])

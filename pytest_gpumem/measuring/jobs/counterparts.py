@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +39,24 @@ def counterparts(
     return matches
 
 
-def new_names(programs: Mapping[str, str], is_same: Callable[[str, str], bool]) -> dict[str, str]:
-    """Return a name for each process, so that as many processes as possible have the figures in their name's baseline.
+class Places(NamedTuple):
+    """The names of processes after a comparison with baselines."""
+
+    names: Mapping[str, str]
+    """The new name of each process."""
+    doubtful: Mapping[str, str]
+    """For a process that keeps its name although it has the figures of another name's baseline: this other name."""
+
+
+def places(programs: Mapping[str, str], is_same: Callable[[str, str], bool]) -> Places:
+    """Return names with which all processes of a program have the figures in their name's baseline.
+
+    If there are no such names, the program's processes keep their names, which follow the order of their starts. Some of them
+    may have grown, and nothing shows whether they also changed places.
 
     Example:
-        ``serve.py`` has a baseline of 5 GB, and ``serve.py 2`` of 9 GB. If they have 9 GB and 6 GB now, they change their
-        names. So a single process has grown, by 1 GB.
+        ``serve.py`` has a baseline of 5 GB, and ``serve.py 2`` of 9 GB. If they have 9 GB and 5 GB now, they change their
+        names. If they have 9 GB and 6 GB, they keep them, and the place of ``serve.py`` is doubtful.
 
     Args:
         programs: The processes, each with its program (`ProcessName.program`).
@@ -53,10 +65,11 @@ def new_names(programs: Mapping[str, str], is_same: Callable[[str, str], bool]) 
     times = Counter(programs.values())
     siblings = {name: program for name, program in programs.items() if times[program] > 1}
     matches = counterparts(list(siblings), siblings, is_same)
-    for name in siblings:
-        if name not in matches:
-            matches[name] = next(_free(name, siblings, matches))
-    return {name: matches.get(name, name) for name in programs}
+    fitting = {name: other for name, other in matches.items() if is_same(name, other)}
+    grown = {program for name, program in siblings.items() if name not in fitting}
+    names = {name: name if program in grown else fitting.get(name, name) for name, program in programs.items()}
+    doubtful = {name: other for name, other in fitting.items() if other != names[name]}
+    return Places(names, doubtful)
 
 
 def _free(name: str, candidates: Mapping[str, str], matches: Mapping[str, str]) -> Iterator[str]:

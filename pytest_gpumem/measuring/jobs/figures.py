@@ -226,7 +226,8 @@ def job_figures(
         }
         most = max(map(len, groups), default=0) + bool(own_bytes)
         if most > 1:
-            bound = f"{gpu_name}: the sum of {most} processes' peaks, an upper bound"
+            sum_text = format_bytes(by_gpu[gpu_name][_METRICS[0]])
+            bound = f"{gpu_name}: {sum_text} is the sum of {most} processes' peaks, an upper bound"
             notes.append(f"{bound}, because {_AT_DIFFERENT_TIMES if published is not None else _NOT_SIMULTANEOUS}")
             if published is not None:
                 peaks = [own_bytes, *(metrics[_METRICS[0]] for _, metrics in on_gpu)]
@@ -332,6 +333,13 @@ def is_active(usage: ProcessUsage) -> bool:
     return is_new or usage.without_statistics or any(device.allocations for device in usage.devices)
 
 
+def killed_in(usages: Iterable[ProcessUsage]) -> list[str]:
+    """Return a sentence for each killed process in a job whose processes have all ended."""
+    killed = [usage for usage in usages if usage.ended is None]
+    names = process_names([usage.process for usage in killed])
+    return [f"{name.name} {killed_text(usage)}" for name, usage in zip(names, killed, strict=True)]
+
+
 def killed_text(usage: ProcessUsage) -> str:
     """Return a clause about a killed process, with a lower bound for its peak, from its last report."""
     peak = max((device.allocated for device in usage.devices), default=0)
@@ -345,9 +353,11 @@ def killed_text(usage: ProcessUsage) -> str:
 
 def _overlap(usage: ProcessUsage, at_start_of: ProcessUsage) -> bool:
     """Return whether a process ran when another process started. A process overlaps with itself."""
-    start = at_start_of.process.started
+    start, process = at_start_of.process.started, usage.process
     if usage is at_start_of or not start or not usage.written:
         return True
+    if (process.pid, process.started) == (at_start_of.process.pid, start):
+        return False  # the process ran one program, and then another by `exec`
     return usage.process.started <= start and (usage.ended is None or start < usage.written)
 
 

@@ -18,10 +18,11 @@ from pytest_gpumem.emulating.emulated_process.counter_library import counter_lib
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
-from pytest_gpumem.measuring.jobs.processes import JobProcesses
+from pytest_gpumem.measuring.jobs.figures import killed_in
+from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.jobs.processes import Unseen
@@ -127,7 +128,7 @@ def run_job(
             usages,
             processes.unseen(),
             invalid,
-            processes.alive(),
+            (*processes.alive(), *_running(usages)),
             tuple(map(uncounted_in, reports.glob(f"*{UNCOUNTED}"))),
             shared.restart(),
         )
@@ -145,9 +146,18 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
     return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **of_library, **with_startup(environment)}
 
 
+def _running(usages: Iterable[ProcessUsage]) -> Iterator[str]:
+    """Yield the commands of processes that still run. A process may have left the job, as a daemon does."""
+    for usage in usages:
+        if usage.ended is None and is_running(usage.process.pid, usage.process.started):
+            yield shown_command(usage.process.command)
+
+
 def failure(command: Sequence[str], job: FinishedJob) -> str:
-    """Return a message about a failed command, with the last lines of its output."""
+    """Return a message about a failed command, with killed processes and the last lines of its output."""
     how = f"ended with exit status {job.status}" if job.status >= 0 else f"was ended by signal {-job.status}"
+    if not job.alive:
+        how = ". ".join((how, *killed_in(job.usages)))
     return f"`{shown_command(command)}` {how}{_tail(job.output + job.errors)}"
 
 

@@ -12,7 +12,7 @@ from pytest_gpumem.base.errors import CannotRun, JobError
 from pytest_gpumem.base.shown_command import shown_command, shown_words
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
-from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_text, program_name
+from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_in
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 from pytest_gpumem.plugin.runtest.child_processes import name_of_devices, without_rank_in
 
@@ -153,9 +153,8 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             f"`{shown}` has ended, but its process still runs, so the memory is not known: {job.alive[0]}. Let the command "
             "wait for its processes"
         )
-    killed = [usage for usage in job.usages if usage.ended is None]
-    if killed:
-        raise JobError(f"`{shown}`: {program_name(killed[0].process.command)} {killed_text(killed[0])}")
+    if killed := killed_in(job.usages):
+        raise JobError(f"`{shown}`: {killed[0]}")
     if any(usage.without_statistics for usage in job.usages):
         raise JobError(
             f"a process of `{shown}` replaced torch's allocator by one without statistics, so its memory is unknown"
@@ -167,12 +166,14 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
 
 
 def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
-    numbers = {usage.process.rank for usage in job.usages if usage.devices and usage.process.rank is not None}
+    used = [usage.process.rank for usage in job.usages if usage.devices]
+    numbers = {rank for rank in used if rank is not None}
     missing = [str(rank) for rank in range(ranks) if rank not in numbers]
     if missing:
+        without_rank = ", only a process without a rank" if None in used and not numbers else ""
         raise JobError(
-            f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used the device. The rank is in the "
-            "variable RANK, or in the variable from mpirun or srun"
+            f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used the device{without_rank}. "
+            "The rank is in the variable RANK, or in the variable from mpirun or srun"
         )
     if len(numbers) > ranks:
         raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used the device")

@@ -15,7 +15,7 @@ from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
-from pytest_gpumem.measuring.jobs.counterparts import new_names
+from pytest_gpumem.measuring.jobs.counterparts import places
 from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFigures
 from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.growth import WINDOW
@@ -413,7 +413,7 @@ class TestRun:
         return replace(judged, pids=(process.pid,))
 
     def with_names_by_baseline(self, job: JobFigures, name: str) -> JobFigures:
-        """Return a job whose processes with the same program have the names of the baselines they fit.
+        """Return a job whose processes with the same program have the names of the baselines that all of them fit.
 
         Chance may decide which worker of a pool gets a task. ``name`` is the job's name.
         """
@@ -422,7 +422,10 @@ class TestRun:
         def is_same(process: str, other: str) -> bool:
             return self._judge_process(processes[process], other, name).verdict.outcome is Outcome.OK
 
-        names = new_names({name: process.program for name, process in processes.items()}, is_same)
+        names, doubtful = places({name: process.program for name, process in processes.items()}, is_same)
+        for process, other in doubtful.items():
+            note = f"its peak fits the baseline of {other}, so these processes may have changed places"
+            processes[process] = replace(processes[process], notes=(*processes[process].notes, note))
         ordered = sorted(names, key=lambda process: list(processes).index(names[process]))
         return replace(job, processes=tuple(replace(processes[process], name=names[process]) for process in ordered))
 
