@@ -150,7 +150,7 @@ def check_processes(window: WindowUsage, device: Device) -> None:
         is_in_pool = _POOL_WORKER in usage.process.name
         mend = "end its pool by close() and join()" if is_in_pool else "end it by terminate() and not by kill()"
         raise MeasuringError(
-            f"`{command_text(usage)}` {killed_text(usage)}. If the test killed it, {mend} instead. "
+            f"`{command_text(usage)}` {killed_text(usage)}. If it was killed on purpose, {mend} instead. "
             "Otherwise the system may have killed it because no memory was free"
         )
     active = tuple(filter(is_active, window.usages))
