@@ -142,8 +142,10 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             "does not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or "
             "uses a GPU without torch"
         )
+        does = "loads torch or CUDA and does not report its memory"
+        which = f"`{shown}` {does}" if process == shown else f"`{shown}` started a process that {does}: {process}"
         raise JobError(
-            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {process}. "
+            f"{which}. "
             + (cause[0].upper() + cause[1:] if cause else f"It {likely}")
         )
     if job.invalid:
