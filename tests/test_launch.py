@@ -93,6 +93,12 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
             id="unseen",
         ),
         pytest.param(
+            job(usage(), unseen=(Unseen("run it", "it runs with python -I (start it without -I)"),)),
+            None,
+            r"^`run it` loads torch or CUDA and does not report its memory\. It runs with python -I \(start it without -I\)$",
+            id="unseen itself",
+        ),
+        pytest.param(
             job(usage(), invalid=("`python z.py` runs pytest-gpumem 9.9",)),
             None,
             "`run it`: `python z.py` runs",

@@ -84,6 +84,7 @@ def test_each_process_has_its_command_position_parent_rank_and_end(project, sess
     assert processes["call: all processes"] is None
     python = Path(sys.executable).name
     parent = processes["call: serve.py"].pop("parent")
+    assert parent == "pytest"
     assert processes["call: serve.py"] == {
         "number": 1,
         "among": 3,

@@ -297,6 +297,85 @@ def test_growth_without_a_line_is_put_down_to_packages_or_a_budget_or_unexplaine
     ]
 
 
+def measured(name, step, metric="peak_allocated", amount=0, *rows, **others):
+    """A measurement in which a metric grew by ``amount``, explained by rows at the peak."""
+    outcome = others.pop("outcome", Outcome.REGRESSED)
+    metric = MetricVerdict(metric, outcome, 50 * MB + amount, 50 * MB, 0, **others)
+    changes = tuple(Change(None, replace(row, nbytes=nbytes)) for row, nbytes in rows)
+    difference = Difference(50 * MB, 50 * MB + amount, changes) if rows else None
+    changed = verdict(metric, difference)
+    return replace(changed, measurement=replace(changed.measurement, name=name, workload=Workload(step)))
+
+
+def call(*verdicts, test="test_a"):
+    return TestVerdict("test_it.py", test, verdicts)
+
+
+def unexplained(*tests):
+    found = causes_of(tests)
+    return [(share.growth.test, share.growth.name, share.amount) for share in found.unexplained]
+
+
+@pytest.mark.parametrize("total", ["call: all processes", "launch"])
+@pytest.mark.parametrize("rank", ["", " rank 1 of 2"])
+def test_bytes_of_a_process_are_not_counted_again_with_the_sum(total, rank):
+    name, step = total.partition(": ")[0], "processes" if ":" in total else "launch"
+    server = measured(f"{name}: serve.py{rank}", "process", "peak_allocated", 26 * MB, (SCORES, 20 * MB))
+    whole = measured(f"{total}{rank}", step, "peak_allocated", 26 * MB)
+    assert unexplained(*(call(server, whole, test=f"test_{n}") for n in range(2))) == [
+        (f"test_it.py::test_{n}", f"{name}: serve.py{rank}", 6 * MB) for n in range(2)
+    ]
+
+
+def test_a_leak_that_a_line_of_a_process_explains_is_explained_in_the_sum_as_well():
+    kept = Composition(MB, (replace(SCORES, nbytes=MB),))
+    leak = Explanation(Composition(0, ()), kept, holders=(Holder("cache[...]", kept),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, MB, 0, 1000)
+    server = verdict(growth, explanation=leak)
+    whole = replace(
+        verdict(growth),
+        measurement=replace(verdict(growth).measurement, name="loop: all processes", workload=Workload("processes")),
+    )
+    server = replace(
+        server, measurement=replace(server.measurement, name="loop: serve.py", workload=Workload("process"))
+    )
+    found = causes_of([call(server, whole), call(server, whole, test="test_b")])
+    assert (len(found.causes), found.unexplained) == (1, ())
+    assert found.explained == {"test_it.py::test_a", "test_it.py::test_b"}
+
+
+def test_of_a_sum_only_the_part_counts_that_no_process_explains():
+    own = measured("call", "call", "peak_allocated", 5 * MB)
+    server = measured("call: serve.py", "process", "peak_allocated", 20 * MB)
+    fine = measured("call: job.py", "process", "peak_allocated", 4 * MB, outcome=Outcome.OK)
+    whole = measured("call: all processes", "processes", "peak_allocated", 40 * MB)
+    assert unexplained(call(own, server, fine, whole)) == [
+        ("test_it.py::test_a", "call", 5 * MB),
+        ("test_it.py::test_a", "call: all processes", 15 * MB),
+        ("test_it.py::test_a", "call: serve.py", 20 * MB),
+    ]
+    # At most 20 % of the sum's growth need no cause.
+    whole = measured("call: all processes", "processes", "peak_allocated", 31 * MB)
+    assert [name for _, name, _ in unexplained(call(own, server, whole))] == ["call", "call: serve.py"]
+
+
+def test_a_sum_counts_if_no_process_is_red_in_its_metric():
+    whole = measured("call: all processes", "processes", "peak_allocated", 9 * MB)
+    others = [
+        measured("call: serve.py", "process", "peak_allocated", 9 * MB, outcome=Outcome.OK),
+        measured("call: serve.py", "process", "retained", 9 * MB),
+        measured("second: serve.py", "process", "peak_allocated", 9 * MB),
+        # It exceeds only its budget, and has not grown.
+        measured("call: serve.py", "process", "peak_allocated", 0, outcome=Outcome.OVER_BUDGET, budget=10 * MB),
+    ]
+    for other in others:
+        assert ("test_it.py::test_a", "call: all processes", 9 * MB) in unexplained(call(other, whole))
+    elsewhere = measured("call: serve.py", "process", "peak_allocated", 9 * MB)
+    assert ("test_it.py::test_b", "call: all processes", 9 * MB) in unexplained(
+        call(elsewhere), call(whole, test="test_b")
+    )
+
+
 def test_an_imbalance_is_a_growth_of_its_own_only_if_no_peak_grew():
     imbalance = MetricVerdict("imbalance", Outcome.REGRESSED, 1.25, 1.0, 0.02)
     peak = MetricVerdict("peak_allocated", Outcome.REGRESSED, 12 * MB, 10 * MB, 0)

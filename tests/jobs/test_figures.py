@@ -72,6 +72,25 @@ def test_a_process_is_described_by_its_command_and_its_parents_program(identity,
     assert process.details.text == text
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("python", "-m", "pytest", "-q"), "pytest"),
+        (("python", "-u", "-c", "import sys;exec(eval(sys.stdin.readline()))"), "pytest"),
+        (("python", "/bin/pytest"), "pytest"),
+        (("python", "/bin/gpumem", "run", "train.py"), "gpumem"),
+    ],
+)
+def test_the_tests_own_process_is_called_pytest_with_xdist_as_well(command, name):
+    usage = ProcessUsage(
+        1, 2, (DeviceUsage(0, 1000, 2000, 0),), process=ProcessIdentity(8, parent=command, parent_pid=7)
+    )
+    (process,) = job_figures([usage], own_pid=7).processes
+    assert process.details.parent == name
+    (process,) = job_figures([usage], own_pid=6).processes
+    assert process.details.parent == program_name(command)
+
+
 def test_only_a_number_that_was_given_here_is_no_part_of_the_program():
     given = [ProcessIdentity(pid, command=("python", "-c", SPAWNED), name=f"stage {pid}") for pid in (1, 2)]
     assert [name.program for name in process_names([*given, process(3), process(4), process(5, rank=0)])] == [

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from pytest_gpumem.facts.measurement import Environment, Measurement, Workload
 from pytest_gpumem.facts.values.plain import to_plain
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Outcome, TestVerdict, Verdict
-from pytest_gpumem.reporting.reports.results import PROPERTY, Results, TestResult, accounting, nothing_gated
+from pytest_gpumem.reporting.reports.results import (
+    PROPERTY,
+    Results,
+    TestResult,
+    accounting,
+    nothing_gated,
+    nothing_recorded,
+)
+from pytest_gpumem.reporting.reports.summary import reasons
 from tests.pages import output
 
 unhurried = settings(deadline=None)
@@ -306,6 +314,26 @@ def test_tests_that_failed_by_themselves_are_counted_without_their_reasons():
 def test_of_many_reasons_two_are_told():
     line = accounting(results(*(unmeasured(f"reason {letter}") for letter in "cabd")))
     assert line == "gpumem: 0 gated, 4 unmeasured (reason a; reason b; ...)"
+
+
+def test_of_a_long_reason_the_first_line_is_told():
+    why = "`python x.py` ended with exit status 1:\nW1201 {}\nE1201"
+    failed = results(*(unmeasured(why.format(number)) for number in range(2)))
+    short = "`python x.py` ended with exit status 1"
+    assert accounting(failed) == f"gpumem: 0 gated, 2 unmeasured ({short})"
+    assert nothing_gated(failed) == f"nothing was gated: 2 tests unmeasured, {short}"
+    assert nothing_recorded(failed) == f"nothing was recorded: 2 tests unmeasured, {short}"
+    assert reasons([one.verdict for one in failed], "si") == [f"unmeasured: {short} (2 tests)"]
+    assert failed[0].verdict.unmeasured == why.format(0)
+
+
+def test_a_test_that_is_unmeasured_because_of_its_processes_is_counted_once():
+    clause = "not seen: `python -I x.py` loads torch"
+    alone = replace(unmeasured(f"{clause}; call held no tensor"), unmeasured_processes=(clause,))
+    beside = replace(OK, unmeasured_processes=(clause,))
+    assert accounting(results(alone)) == f"gpumem: 0 gated, 1 unmeasured ({clause}; call held no tensor)"
+    line = accounting(results(alone, beside, OK))
+    assert line.endswith("call held no tensor), 1 with processes that were not measured")
 
 
 @pytest.mark.parametrize("outcome", [Outcome.NEW, Outcome.FOREIGN])

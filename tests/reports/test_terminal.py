@@ -116,6 +116,20 @@ def test_tests_that_are_not_measured_are_left_to_pytest_to_tell():
     assert said == alone
 
 
+def test_tests_with_a_process_that_was_not_measured_are_named_at_any_verbosity_but_q():
+    clause = "not seen: `python -I x.py` loads torch"
+    alone = [
+        result(test=f"test_{n}", unmeasured=f"{clause}; no tensor", unmeasured_processes=(clause,)) for n in range(3)
+    ]
+    beside = replace(ok(3), verdict=replace(ok(3).verdict, unmeasured_processes=(clause, "not seen: `y`")))
+    for verbosity, names in ((-1, []), (0, ["a.py::test_0, a.py::test_1, a.py::test_2 and 1 other"])):
+        said = lines(report(*alone, beside), verbosity)
+        assert [line for line in said if clause in line and "::" in line] == [f"note: {n}: {clause}" for n in names]
+    assert "note: a.py::test_003: not seen: `y`" in said
+    failed = replace(alone[0], verdict=replace(alone[0].verdict, failure=f"Not measured: {clause}"))
+    assert not any("::test_0" in line for line in lines(report(failed)))
+
+
 def test_v_shows_everything():
     said = lines(report(ok(1), regressed(2), ok(3)), 1)
     assert [line.split()[0] for line in said if line] == ["test", *(f"a.py::test_00{n}" for n in (1, 2, 3)), "gpumem:"]

@@ -172,6 +172,8 @@ class ProcessIdentity:
     """The number of times that torchrun has started all ranks again before it started this process."""
     parent: tuple[str, ...] = ()
     """The command of the parent process when this process first used the device. Empty if it is unknown."""
+    parent_pid: int = 0
+    """The parent's pid at this time."""
 
 
 def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:

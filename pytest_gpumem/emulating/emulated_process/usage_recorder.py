@@ -327,6 +327,7 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     multiprocessing = sys.modules.get("multiprocessing.process")
     name = "" if multiprocessing is None else str(multiprocessing.current_process().name)
+    parent_pid = os.getppid()
     return ProcessIdentity(
         pid=os.getpid(),
         started=_started(),
@@ -335,13 +336,13 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
         rank=rank,
         rank_variable=rank_variable,
         restart=int(restart) if restart.isdecimal() else 0,
-        parent=_parent(),
+        parent=_command_of(parent_pid),
+        parent_pid=parent_pid,
     )
 
 
-def _parent() -> tuple[str, ...]:
+def _command_of(pid: int) -> tuple[str, ...]:
     """Return the command of the parent process. It is unknown if the parent has ended, so that process 1 is the parent now."""
-    pid = os.getppid()
     return tuple(words_of(bytes_of(Path(f"/proc/{pid}/cmdline")))) if pid > 1 else ()
 
 

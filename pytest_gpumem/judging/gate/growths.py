@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.facts.values.composition import FIRST_USE, REST
+from pytest_gpumem.facts.values.rank import rank_in, without_rank
 from pytest_gpumem.facts.values.source_lines import without_release
 from pytest_gpumem.judging.gate.verdict import WORSE, Outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pytest_gpumem.facts.measurement import Measurement
     from pytest_gpumem.facts.values.composition import Holder, Row
     from pytest_gpumem.facts.values.operator_counts import Tally
     from pytest_gpumem.judging.gate.difference import Change, Difference
@@ -26,6 +28,8 @@ ENOUGH = 0.8
 """If causes explain this share of a growth (80 %), the remaining part counts as their consequence and needs no cause."""
 LEAST = 0.1
 """A line has to explain this share of a growth to be a cause."""
+_SUMS = ("processes", "launch")
+"""The steps in the workloads of sums over processes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -122,8 +126,56 @@ class ExplainedGrowth:
 
 def growths_of(tests: Iterable[TestVerdict]) -> list[ExplainedGrowth]:
     """Return the growths in these tests, sorted. If a line's module has different paths in them, the shortest path is used."""
-    growths = (growth for test in tests for verdict in test.verdicts for growth in _growths(test.nodeid, verdict))
+    growths = (
+        growth
+        for test in tests
+        for verdict in test.verdicts
+        for growth in _beside_processes(_growths(test.nodeid, verdict), verdict, test.verdicts)
+    )
     return _with_inner_modules(sorted(growths, key=lambda explained: explained.growth))
+
+
+def _beside_processes(
+    growths: Iterable[ExplainedGrowth], verdict: Verdict, verdicts: Iterable[Verdict]
+) -> Iterator[ExplainedGrowth]:
+    """Yield a measurement's growths. If it is a sum over processes, subtract the growth of processes that are worse as well.
+
+    A growth is left out if at most 20 % of it remain.
+
+    Example:
+        ``call: serve.py`` grew by 20 MB, and ``call: all processes`` by 40 MB. The sum's growth is 20 MB.
+
+    Args:
+        growths: The measurement's growths.
+        verdict: The measurement's verdict.
+        verdicts: The verdicts on all measurements in the test.
+    """
+    parts = [part for part in verdicts if _is_in_sum(part.measurement, verdict.measurement)]
+    for explained in growths:
+        growth, metric = explained.growth, verdict.of(explained.growth.metric)
+        of_parts = sum(
+            _amount(of_part)
+            for part in parts
+            if (of_part := part.of(growth.metric)) is not None
+            and metric is not None
+            and of_part.outcome in WORSE
+            and _exceeds_only_budget(of_part) == _exceeds_only_budget(metric)
+        )
+        remaining = growth.amount - of_parts
+        if not of_parts:
+            yield explained
+        elif remaining > (1 - ENOUGH) * growth.amount:
+            yield replace(explained, growth=replace(growth, amount=remaining))
+
+
+def _is_in_sum(part: Measurement, whole: Measurement) -> bool:
+    """Return whether ``whole`` is a sum over processes, and ``part`` the measurement of one of these processes."""
+    if whole.workload.step not in _SUMS or part.workload.step in _SUMS:
+        return False
+    name = without_rank(whole.name).removesuffix(": all processes")
+    is_beside = (part.environment.device, rank_in(part.name)) == (whole.environment.device, rank_in(whole.name))
+    # The test's own process has the name itself: ``call``, and ``call: serve.py`` for another process.
+    return is_beside and f"{without_rank(part.name)}: ".startswith(f"{name}: ")
 
 
 def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
@@ -167,12 +219,11 @@ def _growths(test: str, verdict: Verdict) -> Iterator[ExplainedGrowth]:
         parts |= {name: _parts(verdict, name, holders_at) for name in work[:1]}
     for name, metric_parts in parts.items():
         metric = worse[name]
-        is_above_budget_only = metric.baseline is None or metric.value <= metric.baseline
         yield ExplainedGrowth(
             Growth(test, measurement.name, name, measurement.environment.device, _amount(metric)),
             metric_parts,
             verdict.changed_packages,
-            f"{metric.budget}" if metric.outcome is Outcome.OVER_BUDGET and is_above_budget_only else "",
+            f"{metric.budget}" if metric.outcome is Outcome.OVER_BUDGET and _exceeds_only_budget(metric) else "",
             alternatives.get(name, ()),
         )
 
@@ -185,7 +236,11 @@ LEFT_BEHIND = KEPT_METRICS | {"cyclic_garbage"}
 
 def _baseline_bytes(metric: MetricVerdict) -> float:
     """Return the metric's bytes in the baseline, or 0 if the metric exceeds only a budget."""
-    return metric.baseline if metric.baseline is not None and metric.value > metric.baseline else 0
+    return 0 if metric.baseline is None or _exceeds_only_budget(metric) else metric.baseline
+
+
+def _exceeds_only_budget(metric: MetricVerdict) -> bool:
+    return metric.baseline is None or metric.value <= metric.baseline
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,7 @@ def job_figures(
     own: Mapping[int, OwnPeak] | None = None,
     earlier: Names | None = None,
     simultaneous: Mapping[int, int] | None = None,
+    own_pid: int = -1,
 ) -> JobFigures:
     """Return a job's figures. Processes without reserved memory on a GPU are left out.
 
@@ -181,6 +182,7 @@ def job_figures(
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
         earlier: The names in the step before. A process with such a name counts even if it did not allocate.
         simultaneous: The most bytes that all processes published at the same time, by the GPU's index in the machine.
+        own_pid: The pid of the test's own process; -1 if it does not matter.
     """
     own, earlier, usages = own or {}, earlier or Names(), tuple(usages)
     used = sorted(
@@ -204,7 +206,7 @@ def job_figures(
             _gained(usage, gpus),
             {gpus[device.device]: _live(usage, device) for device in usage.devices},
             name.program,
-            _details(usage, number, len(used)),
+            _details(usage, number, len(used), own_pid),
         )
         for number, (name, usage) in enumerate(zip(names, used, strict=True), start=1)
     )
@@ -437,11 +439,13 @@ def shown_process(process: ProcessIdentity) -> tuple[str, ...]:
     return shown_words([*(PurePath(word).name for word in process.command[:1]), *process.command[1:]])
 
 
-def _details(usage: ProcessUsage, number: int, among: int) -> ProcessDetails:
+def _details(usage: ProcessUsage, number: int, among: int, own_pid: int) -> ProcessDetails:
     process, parent = usage.process, None
     if process.parent:
         program = PurePath(process.parent[0]).name
         parent = program_name(process.parent) if program.startswith("python") else program
+        # A worker of pytest-xdist is ``python -c``. A script runs in `gpumem run`.
+        parent = "pytest" if process.parent_pid == own_pid and parent != "gpumem" else parent
     still_runs = usage.ended is None
     return ProcessDetails(number, among, shown_process(process), parent, process.rank, still_runs=still_runs)
 

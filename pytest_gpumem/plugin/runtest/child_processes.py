@@ -106,7 +106,7 @@ def figures_of_processes(
         if (gpu := str(on_device.torch_device)) in own_peaks
     }
     usages = without_rank_in(os.environ, window.usages)
-    return job_figures(usages, name_of_devices(device), own, earlier, window.simultaneous)
+    return job_figures(usages, name_of_devices(device), own, earlier, window.simultaneous, os.getpid())
 
 
 def name_of_devices(device: Device) -> str:

@@ -97,7 +97,8 @@ def launch(
         # A job may set RANK for itself, and to the test's own rank by chance.
         launchers = {name: value for name, value in os.environ.items() if name != "RANK"}
         job = replace(job, usages=tuple(without_rank_in(launchers, job.usages)))
-        figures = job_figures(job.usages, name_of_devices(run.device), simultaneous=job.simultaneous)
+        devices = name_of_devices(run.device)
+        figures = job_figures(job.usages, devices, simultaneous=job.simultaneous, own_pid=os.getpid())
         check_job(words, job, figures, ranks)
         return job, figures
 
@@ -142,10 +143,9 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
             "does not inherit the environment, runs with python -I, -E or -S, runs in a Python without pytest-gpumem, or "
             "uses a GPU without torch"
         )
-        raise JobError(
-            f"`{shown}` started a process that loads torch or CUDA and does not report its memory: {process}. "
-            + (cause[0].upper() + cause[1:] if cause else f"It {likely}")
-        )
+        does = "loads torch or CUDA and does not report its memory"
+        which = f"`{shown}` {does}" if process == shown else f"`{shown}` started a process that {does}: {process}"
+        raise JobError(f"{which}. " + (cause[0].upper() + cause[1:] if cause else f"It {likely}"))
     if job.invalid:
         raise JobError(f"`{shown}`: {job.invalid[0]}")
     if job.alive:

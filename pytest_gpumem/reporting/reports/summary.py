@@ -11,6 +11,7 @@ from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.speed import not_compared_with
 from pytest_gpumem.judging.gate.verdict import CHANGED, Outcome, worst
 from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Style, Table
+from pytest_gpumem.reporting.reports.results import first_line
 from pytest_gpumem.reporting.reports.values import deciding_change, has_column, peaks_by_device, shown
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ MOST_EXPLAINED = 30
 MOST_REMARKS = 20
 """At most this many reasons and notes follow the table, unless the user asks for all."""
 _MOST_NOTES = 3
+_MOST_TESTS = 3
+"""A note on a process that was not measured names at most this many tests."""
 STYLES: dict[Outcome, Style | None] = {
     **dict.fromkeys((Outcome.RECORDED, Outcome.NEW)),
     **dict.fromkeys((Outcome.OK, Outcome.IMPROVED), "good"),
@@ -147,9 +150,9 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
     by_figure: Counter[str] = Counter()
     for test in tests:
         if test.missing_text is not None:
-            by_test[f"{Outcome.MISSING.words}: {test.missing_text}"] += 1
+            by_test[f"{Outcome.MISSING.words}: {first_line(test.missing_text)}"] += 1
         elif test.unmeasured:
-            by_test[f"{Outcome.UNMEASURED.words}: {test.unmeasured}"] += 1
+            by_test[f"{Outcome.UNMEASURED.words}: {first_line(test.unmeasured)}"] += 1
         for verdict in () if test.unmeasured else test.verdicts:
             if verdict.reason and not _is_in_failure(test, verdict.reason):
                 reason = f"{_not_compared(verdict)}: {verdict.reason}"
@@ -227,20 +230,20 @@ def notes(measured: Iterable[ShownMeasurement]) -> list[str]:
 
 
 def unmeasured_processes(tests: Iterable[TestVerdict]) -> list[str]:
-    """Return a clause for each process that was not measured, with its first test and the number of its other tests.
+    """Return a clause for each process that was not measured, with its first tests and the number of its other tests.
 
-    A clause is omitted if its test's failure text or reason already contains it.
+    A clause is omitted if its test's failure text already contains it.
     """
     titles_by_note: dict[str, list[str]] = {}
     for test in tests:
         for process in test.unmeasured_processes:
-            if not _is_in_failure(test, process) and process not in (test.unmeasured or ""):
+            if not _is_in_failure(test, process):
                 titles_by_note.setdefault(process, []).append(test.nodeid)
-    return _with_titles(titles_by_note)
+    return _with_titles(titles_by_note, _MOST_TESTS)
 
 
-def _with_titles(titles_by_note: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{_first_of(titles)}: {note}" for note, titles in titles_by_note.items()]
+def _with_titles(titles_by_note: Mapping[str, Sequence[str]], most: int = 1) -> list[str]:
+    return [f"{_first_of(titles, most)}: {note}" for note, titles in titles_by_note.items()]
 
 
 def recording_notes(results: Iterable[TestResult]) -> list[str]:
@@ -269,5 +272,6 @@ def first_remarks(remarks: Sequence[str]) -> list[str]:
     )
 
 
-def _first_of(titles: Sequence[str]) -> str:
-    return titles[0] if len(titles) == 1 else f"{titles[0]} and {counted(len(titles) - 1, 'other')}"
+def _first_of(titles: Sequence[str], most: int) -> str:
+    first, more = ", ".join(titles[:most]), len(titles) - most
+    return f"{first} and {counted(more, 'other')}" if more > 0 else first
