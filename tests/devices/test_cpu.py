@@ -476,8 +476,10 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     monkeypatch.setattr("time.process_time", lambda: 10.0)
     monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("time.thread_time", lambda: 5.0)
     conditions = device.conditions()
-    assert (conditions.seconds, conditions.waited, conditions.off_core) == (7.0, 0.25, None)
+    assert (conditions.seconds, conditions.waited, conditions.off_core) == (7.0, 0.25, 2.0)
+    assert conditions.children_cpu_seconds == 4.0
     assert (conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 

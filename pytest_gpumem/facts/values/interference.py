@@ -40,9 +40,11 @@ class Conditions:
     off_core: float | None = None
     """Seconds for which this thread did not run on a core, because it waited for a core or for something else.
 
-    The value is an upper bound for ``waited``, and is read if ``waited`` is unknown and ``other_cpu_seconds`` is known. It is
-    the time on the clock minus the thread's CPU time.
+    The value is an upper bound for the waiting that nothing counts. It is the time on the clock minus the thread's CPU time,
+    and is read if ``other_cpu_seconds`` is known.
     """
+    children_cpu_seconds: float | None = None
+    """CPU seconds in this process's descendants. If they worked for the step, the thread slept until they had a core."""
     stolen: float | None = None
     """Seconds in which the hypervisor ran other virtual machines, summed over all cores and counted in ticks."""
     other_cpu_seconds: float | None = None

@@ -237,23 +237,21 @@ class CpuDevice(Device):
 
     def conditions(self) -> Conditions:
         conditions = replace(super().conditions(), tick=proc.tick_seconds())
-        off_core = None if conditions.waited is not None else conditions.seconds - time.thread_time()
         source = load_source()
         times = None if source is None else source.cpu_times()
         if source is None or times is None:
             return conditions
+        children = source.seconds_of_children()
+        other_pids = () if self._other_ranks is None else self._other_ranks()
+        own = time.process_time() + children + source.seconds_of(other_pids)
         return replace(
             conditions,
-            off_core=off_core,
+            off_core=conditions.seconds - time.thread_time(),
+            children_cpu_seconds=children,
             stolen=times.stolen,
-            other_cpu_seconds=times.busy - self._own_seconds(source),
+            other_cpu_seconds=times.busy - own,
             cores=times.cores,
         )
-
-    def _own_seconds(self, source: LoadSource) -> float:
-        """Return the CPU seconds used by this process, its children, and the job's other ranks on this machine."""
-        other_pids = () if self._other_ranks is None else self._other_ranks()
-        return time.process_time() + source.seconds_of_children() + source.seconds_of(other_pids)
 
     def pace(self) -> float:
         if self._reference_workload is None:
