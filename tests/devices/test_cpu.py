@@ -493,7 +493,7 @@ def test_other_ranks_of_the_job_are_not_others(monkeypatch):
 
 def test_conditions_can_be_read_where_nothing_reports_the_load(device, monkeypatch):
     monkeypatch.setattr(proc, "waited_seconds", lambda: None)
-    monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.load_source", lambda: None)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.load_source.load_source", lambda: None)
     conditions = device.conditions()
     assert (conditions.waited, conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (
         None,

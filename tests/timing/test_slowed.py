@@ -165,3 +165,4 @@ def test_a_low_clock_explains_what_it_lost_twice_unless_the_step_lowers_it_itsel
 def test_a_shared_machine_shows_neighbours_on_a_cpu_and_hides_them_on_a_gpu():
     assert validity.contention_factor(CPU) == 1.0
     assert validity.contention_factor(CUDA) == 2 * validity.OTHERS_ON_GPU
+    assert validity.contention_factor(replace(CUDA, other_cpu_seconds=50.0)) == 2 * validity.OTHERS_ON_GPU

@@ -158,6 +158,13 @@ SERVER = replace(CPU, off_core=5.0, children_cpu_seconds=9.0)
 """A thread asks a server, and sleeps until it answers."""
 
 
+def test_on_a_gpu_only_the_bound_of_a_servers_waiting_counts():
+    asks = replace(CUDA, other_cpu_seconds=50.0, off_core=5.0, children_cpu_seconds=9.0)
+    end = {"off_core": 5.9, "children_cpu_seconds": 9.2, "other_cpu_seconds": 90.0}
+    assert after(asks, 1.0, **end) == "the step's other processes may have waited 90 % of the time for a core"
+    assert after(asks, 1.0, **{**end, "off_core": 5.0}) is None
+
+
 @pytest.mark.parametrize(
     ("off_core", "worked", "others", "said"),
     [

@@ -48,7 +48,8 @@ class Conditions:
     stolen: float | None = None
     """Seconds in which the hypervisor ran other virtual machines, summed over all cores and counted in ticks."""
     other_cpu_seconds: float | None = None
-    """CPU seconds in all other processes, except this process's children, summed over all cores and counted in ticks."""
+    """CPU seconds in all other processes, except this process's children, summed over all cores and counted in ticks. A GPU
+    reads it only beside children."""
     cores: int | None = None
     """The number of cores summed in ``stolen`` and ``other_cpu_seconds``."""
     tick: float = 0.01

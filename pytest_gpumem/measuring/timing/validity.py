@@ -167,7 +167,7 @@ def _waited(before: Conditions, after: Conditions) -> str | None:
 
 
 def _may_have_waited(before: Conditions, after: Conditions) -> str | None:
-    """Return a clause if there may be waiting that nothing counts (`_uncounted_waiting`), beyond the counters' resolution."""
+    """Return a clause if there may be uncounted waiting (`_uncounted_waiting`), beyond the counters' resolution."""
     off_core = share(before, after, before.off_core, after.off_core)
     used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
     if off_core is None or used is None:
@@ -273,7 +273,7 @@ def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return upper bounds for the factors by which the running step was slowed, from the host's counters for a sample.
 
     The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. The bounds include
-    waiting that nothing counts, because the ticks of its bound are too coarse for a round.
+    uncounted waiting, because the ticks of its bound are too coarse for a round.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     waiting = _waiting(before, after)
@@ -301,7 +301,7 @@ def contention_factor(conditions: Conditions) -> float:
     On the host, the factor is 1, because the CPU time of other processes already includes the other test. A GPU does not
     report such a time.
     """
-    return 1.0 if conditions.other_cpu_seconds is not None else 2 * OTHERS_ON_GPU
+    return 1.0 if conditions.cores is not None else 2 * OTHERS_ON_GPU
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
@@ -314,7 +314,7 @@ def _uncounted_waiting(before: Conditions, after: Conditions) -> float:
     """Return an upper bound for the share of time in which the step waited for a core, but nothing counted it.
 
     The system may not count waiting. If it does, it counts the waiting of this thread, which may sleep while a child waits for
-    a core, for example a server that the step asks. The share is at most the CPU time that other programs used, and at most the
+    a core, for example a server asked by the step. The share is at most other programs' CPU time, and at most the
     time in which this thread did not run and did not wait itself.
 
     Example: In 1 s, the thread ran for 0.7 s, and other programs used 0.2 s. The step waited for at most 0.2 s.
