@@ -68,7 +68,7 @@ class Scripted(CpuDevice):
     def conditions(self):
         share = self.now if self.samples in self.script["busy_samples"] or not self.script["busy_samples"] else 0.0
         load = {name: value * share for name, value in self.script["load"].items()}
-        return Conditions(self.now, retries=self.retried, cores=2, **load)
+        return Conditions(self.now, retries=self.retried, cores=2, tick=self.script["tick"], **load)
 
     def pace(self):
         return self.script["pace"]
@@ -107,6 +107,7 @@ class Timed:
         machine="Xeon",
         jitter: float = 0.0,
         busy_samples=(),
+        tick=0.01,
         **load: float,
     ) -> None:
         """``seconds`` of a step in each sample; ``retries`` of the allocator in each round.
@@ -115,7 +116,7 @@ class Timed:
         all samples, or only in the named samples.
         """
         said = {"seconds": seconds or (0.010,), "pace": pace, "retries": retries, "machine": machine, "jitter": jitter}
-        said |= {"busy_samples": busy_samples, "load": load}
+        said |= {"busy_samples": busy_samples, "load": load, "tick": tick}
         (self.path / "script.json").write_text(json.dumps(said))
 
     def write(self, source: str = SIMPLE) -> None:
@@ -260,6 +261,35 @@ def test_a_slower_clock_and_load_explain_a_slowdown_only_as_far_as_they_can(time
         result.stdout.fnmatch_lines(["Time regressed: *", f"*{told}*, which cannot explain the slowdown*"])
     else:
         result.stdout.fnmatch_lines([f"uncertain: {told}*", "gpumem: 1 gated, 1 uncertain"])
+
+
+ASKING = {"off_core": 0.9, "children_cpu_seconds": 0.3}
+"""A thread that asks a server, and sleeps until it answers."""
+
+
+@pytest.mark.parametrize(
+    ("load", "fails", "told"),
+    [
+        ({"other_cpu_seconds": 0.0, "waited": 0.0}, True, "Time regressed: *"),
+        (
+            {"other_cpu_seconds": 0.2, "waited": 0.0},
+            True,
+            "*other processes may have waited 20 % *, which cannot explain the slowdown*",
+        ),
+        (
+            {"other_cpu_seconds": 1.58, "waited": 0.07},
+            False,
+            "uncertain: the thread waited 7 % of the time for a core, the step's other processes may have waited 83 % *",
+        ),
+    ],
+    ids=["idle machine", "little load", "crowded machine"],
+)
+def test_a_server_that_answers_later_is_slower_as_far_as_load_cannot_explain_it(timed, load, fails, told):
+    timed.record()
+    timed.script(0.030, tick=1e-4, **ASKING, **load)
+    result = timed.run("--gpumem-baseline")
+    assert result.ret == (1 if fails else 0)
+    result.stdout.fnmatch_lines([told])
 
 
 def test_where_a_second_sample_cannot_tell_a_third_one_does(timed):

@@ -476,8 +476,10 @@ def test_conditions_are_this_threads_waiting_and_what_others_used(device, monkey
     monkeypatch.setattr("time.process_time", lambda: 10.0)
     monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
     monkeypatch.setattr("time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("time.thread_time", lambda: 5.0)
     conditions = device.conditions()
-    assert (conditions.seconds, conditions.waited, conditions.off_core) == (7.0, 0.25, None)
+    assert (conditions.seconds, conditions.waited, conditions.off_core) == (7.0, 0.25, 2.0)
+    assert conditions.children_cpu_seconds == 4.0
     assert (conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (16.0, 0.5, 2)
 
 
@@ -491,7 +493,7 @@ def test_other_ranks_of_the_job_are_not_others(monkeypatch):
 
 def test_conditions_can_be_read_where_nothing_reports_the_load(device, monkeypatch):
     monkeypatch.setattr(proc, "waited_seconds", lambda: None)
-    monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.load_source", lambda: None)
+    monkeypatch.setattr("pytest_gpumem.measuring.devices.load_source.load_source", lambda: None)
     conditions = device.conditions()
     assert (conditions.waited, conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (
         None,

@@ -588,7 +588,8 @@ def test_the_environment_names_what_moves_the_figures(cuda, monkeypatch, variabl
 # Conditions and pace
 
 
-def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
+def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda, monkeypatch):
+    monkeypatch.setattr(proc, "seconds_of_children", lambda: 0.0)
     cuda.retries = 3
     cuda.nvml = GpuState(frozenset({"SwPowerCap"}), 1.41e9, 1.98e9, OtherProcesses(1, frozenset({4711})))
     conditions = CudaDevice(cuda).conditions()
@@ -597,6 +598,18 @@ def test_conditions_are_the_allocators_retries_and_what_nvml_tells(cuda):
     assert (conditions.sm_clock_default, conditions.other_processes) == (1.98e9, 1)
     assert conditions.other_pids == frozenset({4711})
     assert (conditions.other_cpu_seconds, conditions.stolen) == (None, None)
+
+
+def test_beside_children_conditions_have_the_bound_of_their_waiting(cuda, monkeypatch):
+    monkeypatch.setattr(proc, "waited_seconds", lambda: 0.25)
+    monkeypatch.setattr(proc, "cpu_times", lambda: proc.CpuTimes(busy=30.0, stolen=0.5, cores=2))
+    monkeypatch.setattr(proc, "seconds_of_children", lambda: 4.0)
+    monkeypatch.setattr("time.process_time", lambda: 10.0)
+    monkeypatch.setattr("time.perf_counter", lambda: 7.0)
+    monkeypatch.setattr("time.thread_time", lambda: 5.0)
+    conditions = CudaDevice(cuda).conditions()
+    assert (conditions.waited, conditions.off_core, conditions.children_cpu_seconds) == (0.25, 2.0, 4.0)
+    assert (conditions.other_cpu_seconds, conditions.stolen, conditions.cores) == (16.0, None, None)
 
 
 def test_without_nvml_nothing_is_known_of_the_clocks_and_of_others(cuda):

@@ -79,6 +79,17 @@ def test_the_time_of_children_is_that_of_ended_and_live_ones_and_their_children(
     assert proc.seconds_of_children(tmp_path / "none") == 2.25
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has /proc")
+def test_the_time_of_a_live_child_counts_on_this_kernel():
+    works = "import time\nwhile time.process_time() < 0.1: pass\nprint(flush=True)\ninput()"
+    before = proc.seconds_of_children()
+    with subprocess.Popen([sys.executable, "-c", works], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert proc.seconds_of_children() - before >= 0.08  # in ticks
+        child.kill()
+
+
 def test_ranks_are_the_launchers_processes_with_the_same_port(process, monkeypatch, tmp_path):
     process(100, 100, "MASTER_PORT=29500", parent=50)  # this one
     process(101, 101, "RANK=1", "MASTER_PORT=29500", "A=b", parent=50, children=(104,))

@@ -80,6 +80,24 @@ def test_uncounted_waiting_explains_at_least_what_counted_waiting_does(others, o
         assert factor(*uncounted) >= factor(*counted) * (1 - 1e-9)
 
 
+@given(SHARES, SHARES, SHARES)
+def test_what_others_may_take_from_a_server_explains_what_they_take_from_a_thread(waited, others, seen):
+    """Seen or not, a step that waited for a core may have been slowed as much."""
+    others, seen = max(others, waited), seen * waited
+    ends = {"other_cpu_seconds": 50 + others, "off_core": 1 + waited}
+    of_thread = after(replace(CPU, off_core=1.0), waited=1 + waited, **ends)
+    start = replace(CPU, off_core=1.0, children_cpu_seconds=0.0)
+    of_server = after(start, waited=1 + seen, children_cpu_seconds=0.1, **ends)
+    for factor in (validity.time_factor, slowed):
+        assert factor(*of_server) >= factor(*of_thread) * (1 - 1e-9)
+
+
+def test_a_server_that_slept_on_an_idle_machine_explains_nothing():
+    asks = replace(CPU, off_core=1.0, children_cpu_seconds=0.0)
+    ends = after(asks, off_core=1.9, children_cpu_seconds=0.1)
+    assert [factor(*ends) for factor in FACTORS] == [1.0] * 3
+
+
 def test_a_thread_that_ran_all_the_time_has_not_waited():
     ends = after(replace(CPU, waited=None, off_core=1.0), off_core=1.0, other_cpu_seconds=50.9)
     assert validity.time_factor(*ends) == 1.0
@@ -147,3 +165,4 @@ def test_a_low_clock_explains_what_it_lost_twice_unless_the_step_lowers_it_itsel
 def test_a_shared_machine_shows_neighbours_on_a_cpu_and_hides_them_on_a_gpu():
     assert validity.contention_factor(CPU) == 1.0
     assert validity.contention_factor(CUDA) == 2 * validity.OTHERS_ON_GPU
+    assert validity.contention_factor(replace(CUDA, other_cpu_seconds=50.0)) == 2 * validity.OTHERS_ON_GPU

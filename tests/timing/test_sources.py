@@ -91,7 +91,7 @@ def sampled(request, monkeypatch):
             perf_counter=lambda: machine.now, process_time=lambda: machine.ran, thread_time=lambda: machine.ran
         )
         monkeypatch.setattr("pytest_gpumem.measuring.devices.contract.time", clock)
-        monkeypatch.setattr("pytest_gpumem.measuring.devices.cpu.time", clock)
+        monkeypatch.setattr("pytest_gpumem.measuring.devices.load_source.time", clock)
         monkeypatch.setattr("os.times", lambda: os.times_result((0.0, 0.0, 0.0, 0.0, 0.0)))
         request.param(machine, monkeypatch)
         load_source.load_source.cache_clear()

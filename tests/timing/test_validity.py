@@ -154,6 +154,41 @@ def test_uncounted_waiting_in_a_whole_sample_is_told():
     assert tick_disturbance(UNCOUNTED, end) == "the thread may have waited 20 % of the time for a core"
 
 
+SERVER = replace(CPU, off_core=5.0, children_cpu_seconds=9.0)
+"""A thread asks a server, and sleeps until it answers."""
+
+
+def test_on_a_gpu_only_the_bound_of_a_servers_waiting_counts():
+    asks = replace(CUDA, other_cpu_seconds=50.0, off_core=5.0, children_cpu_seconds=9.0)
+    end = {"off_core": 5.9, "children_cpu_seconds": 9.2, "other_cpu_seconds": 90.0}
+    assert after(asks, 1.0, **end) == "the step's other processes may have waited 90 % of the time for a core"
+    assert after(asks, 1.0, **{**end, "off_core": 5.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("off_core", "worked", "others", "said"),
+    [
+        (0.8, 0.2, 0.6, "the step's other processes may have waited 60 % of the time for a core"),
+        (0.3, 0.2, 0.6, "the step's other processes may have waited 30 % of the time for a core"),
+        (0.9, 0.2, 0.0, None),  # the server is slow on an idle machine
+        (0.9, 0.2, 0.06, None),  # within five ticks and what counts as waiting
+        (0.9, 0.0, 0.6, None),  # no other process worked: the thread slept
+        (0.0, 0.2, 0.6, None),  # the thread ran all the time, and the server beside it
+    ],
+)
+def test_a_thread_that_asks_a_server_does_not_see_its_waiting(off_core, worked, others, said):
+    end = {"off_core": 5 + off_core, "children_cpu_seconds": 9 + worked, "other_cpu_seconds": 50 + others}
+    busy = f"other processes used {others:.2f} of 2 cores meanwhile" if others > 0.5 else None
+    assert after(SERVER, 1.0, **end) == (", ".join(filter(None, (said, busy))) or None)
+
+
+def test_a_servers_waiting_is_told_beside_that_of_the_thread():
+    assert after(SERVER, 1.0, waited=1.1, off_core=5.3, children_cpu_seconds=9.1, other_cpu_seconds=50.25) == (
+        "the thread waited 10 % of the time for a core, "
+        "the step's other processes may have waited 20 % of the time for a core"
+    )
+
+
 def test_time_stolen_by_the_hypervisor_is_a_disturbance():
     assert after(CPU, 1.0, stolen=2.05) == "the hypervisor took 5 % of the time of each busy core"
     assert after(CPU, 1.0, stolen=2.03) is None

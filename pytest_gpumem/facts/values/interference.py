@@ -40,13 +40,16 @@ class Conditions:
     off_core: float | None = None
     """Seconds for which this thread did not run on a core, because it waited for a core or for something else.
 
-    The value is an upper bound for ``waited``, and is read if ``waited`` is unknown and ``other_cpu_seconds`` is known. It is
-    the time on the clock minus the thread's CPU time.
+    The value is an upper bound for the waiting that nothing counts. It is the time on the clock minus the thread's CPU time,
+    and is read if ``other_cpu_seconds`` is known.
     """
+    children_cpu_seconds: float | None = None
+    """CPU seconds in this process's descendants. If they worked for the step, the thread slept until they had a core."""
     stolen: float | None = None
     """Seconds in which the hypervisor ran other virtual machines, summed over all cores and counted in ticks."""
     other_cpu_seconds: float | None = None
-    """CPU seconds in all other processes, except this process's children, summed over all cores and counted in ticks."""
+    """CPU seconds in all other processes, except this process's children, summed over all cores and counted in ticks. A GPU
+    reads it only beside children."""
     cores: int | None = None
     """The number of cores summed in ``stolen`` and ``other_cpu_seconds``."""
     tick: float = 0.01

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import time
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +21,7 @@ from pytest_gpumem.facts.values.events import AllocationEvent
 from pytest_gpumem.measuring.devices import proc
 from pytest_gpumem.measuring.devices.contract import Device
 from pytest_gpumem.measuring.devices.live_blocks import FreeCallbacks, LiveBlocks
-from pytest_gpumem.measuring.devices.load_source import load_source
+from pytest_gpumem.measuring.devices.load_source import with_load
 from pytest_gpumem.measuring.devices.profiled import tokens_of
 from pytest_gpumem.measuring.devices.reference_workload import ReferenceWorkload
 from pytest_gpumem.measuring.ranks.consensus import let_threads_rest
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import BlockIds, Blocks, Peak
     from pytest_gpumem.measuring.devices.device_lock import DeviceLock
     from pytest_gpumem.measuring.devices.live_blocks import AnyToken
-    from pytest_gpumem.measuring.devices.load_source import LoadSource
     from pytest_gpumem.torch_support.private_api.profiler import Profile
 
 _PROBE_BYTES = 61
@@ -237,23 +235,7 @@ class CpuDevice(Device):
 
     def conditions(self) -> Conditions:
         conditions = replace(super().conditions(), tick=proc.tick_seconds())
-        off_core = None if conditions.waited is not None else conditions.seconds - time.thread_time()
-        source = load_source()
-        times = None if source is None else source.cpu_times()
-        if source is None or times is None:
-            return conditions
-        return replace(
-            conditions,
-            off_core=off_core,
-            stolen=times.stolen,
-            other_cpu_seconds=times.busy - self._own_seconds(source),
-            cores=times.cores,
-        )
-
-    def _own_seconds(self, source: LoadSource) -> float:
-        """Return the CPU seconds used by this process, its children, and the job's other ranks on this machine."""
-        other_pids = () if self._other_ranks is None else self._other_ranks()
-        return time.process_time() + source.seconds_of_children() + source.seconds_of(other_pids)
+        return with_load(conditions, () if self._other_ranks is None else self._other_ranks())
 
     def pace(self) -> float:
         if self._reference_workload is None:

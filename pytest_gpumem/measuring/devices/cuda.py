@@ -5,6 +5,7 @@ Individual allocations come from the allocator's history and PyTorch's profiler.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import pickle
@@ -23,6 +24,7 @@ from pytest_gpumem.measuring.devices.capability import lacking
 from pytest_gpumem.measuring.devices.contract import Device, Peak
 from pytest_gpumem.measuring.devices.cuda_history import in_order_of_time, live_blocks, with_requested_sizes
 from pytest_gpumem.measuring.devices.cuda_workspaces import Workspaces, transient_in_peak
+from pytest_gpumem.measuring.devices.load_source import siblings_with, with_load
 from pytest_gpumem.measuring.devices.memory_ledger import DeviceMemory
 from pytest_gpumem.measuring.devices.profiled import check_change
 from pytest_gpumem.torch_support.private_api.numerics import tf32_allowed
@@ -269,11 +271,16 @@ class CudaDevice(Device):
     def conditions(self) -> Conditions:
         """Return the counters of `Device.conditions`, and the GPU's clocks and other processes.
 
-        No counters of other CPU cores are included, because only the calling thread launches kernels.
+        Without children, only the calling thread launches kernels, so no load on the CPU is included. With children, their wait
+        for a core has a bound, but stolen time and other busy cores are left out.
         """
         gpu = self.runtime.gpu()
+        conditions = super().conditions()
+        if conditions.waited is not None and proc.seconds_of_children() > 0:
+            loaded = with_load(conditions, self._other_ranks)
+            conditions = replace(loaded, tick=proc.tick_seconds(), stolen=None, cores=None)
         return replace(
-            super().conditions(),
+            conditions,
             retries=self.runtime.statistics().get("num_alloc_retries"),
             clock_events=gpu.clock_events,
             sm_clock=gpu.sm_clock,
@@ -281,6 +288,10 @@ class CudaDevice(Device):
             other_processes=gpu.other_processes.number if gpu.other_processes is not None else None,
             other_pids=gpu.other_processes.pids if gpu.other_processes is not None else frozenset(),
         )
+
+    @functools.cached_property
+    def _other_ranks(self) -> tuple[int, ...]:
+        return siblings_with("MASTER_PORT")
 
     def pace(self) -> float | None:
         return self.runtime.sm_clock()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from pytest_gpumem.measuring.devices import proc, psutil_times
@@ -10,6 +12,7 @@ from pytest_gpumem.measuring.devices import proc, psutil_times
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from pytest_gpumem.facts.values.interference import Conditions
     from pytest_gpumem.measuring.devices.proc import CpuTimes
 
 
@@ -44,6 +47,29 @@ def load_source() -> LoadSource | None:
     """
     sources: tuple[LoadSource, ...] = (proc, psutil_times)
     return next((source for source in sources if source.cpu_times() is not None), None)
+
+
+def with_load(conditions: Conditions, other_ranks: Iterable[int]) -> Conditions:
+    """Return ``conditions`` with the CPU time of other programs and of children; unchanged without a source.
+
+    Args:
+        conditions: A reading by this thread.
+        other_ranks: The pids of the job's other ranks on this machine. They are no other programs.
+    """
+    source = load_source()
+    times = None if source is None else source.cpu_times()
+    if source is None or times is None:
+        return conditions
+    children = source.seconds_of_children()
+    own = time.process_time() + children + source.seconds_of(other_ranks)
+    return replace(
+        conditions,
+        off_core=conditions.seconds - time.thread_time(),
+        children_cpu_seconds=children,
+        stolen=times.stolen,
+        other_cpu_seconds=times.busy - own,
+        cores=times.cores,
+    )
 
 
 def siblings_with(variable: str) -> tuple[int, ...]:

@@ -167,18 +167,17 @@ def _waited(before: Conditions, after: Conditions) -> str | None:
 
 
 def _may_have_waited(before: Conditions, after: Conditions) -> str | None:
-    """Return a clause if the system does not count waiting, but other processes and the thread's CPU time allow for it.
-
-    Example: In 1 s, the thread ran for 0.7 s, and other processes used 0.2 s. The thread waited for at most 0.2 s.
-    """
+    """Return a clause if there may be uncounted waiting (`_uncounted_waiting`), beyond the counters' resolution."""
     off_core = share(before, after, before.off_core, after.off_core)
     used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds)
-    if after.waited is not None or off_core is None or used is None:
+    if off_core is None or used is None:
         return None
+    uncounted = _uncounted_waiting(before, after)
     tick = after.tick / elapsed(before, after)
-    if min(off_core - tick, used - _TICK_COUNTERS * tick) <= WAITED:
+    if min(uncounted - tick, used - _TICK_COUNTERS * tick) <= WAITED:
         return None
-    return f"the thread may have waited {percent(_waiting(before, after))} of the time for a core"
+    who = "the thread" if after.waited is None else "the step's other processes"
+    return f"{who} may have waited {percent(min(uncounted, MOST_STOLEN))} of the time for a core"
 
 
 def _stolen(before: Conditions, after: Conditions) -> str | None:
@@ -273,9 +272,8 @@ def time_factor(before: Conditions, after: Conditions) -> float:
 def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     """Return upper bounds for the factors by which the running step was slowed, from the host's counters for a sample.
 
-    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. If the system
-    does not count the waiting time, the bounds include the waiting, because the other counters' ticks are too coarse for a
-    round.
+    The counter for stolen time adds up all cores, and this step's core may have lost all of the stolen time. The bounds include
+    uncounted waiting, because the ticks of its bound are too coarse for a round.
     """
     stolen = min(max(share(before, after, before.stolen, after.stolen) or 0.0, 0.0), MOST_STOLEN)
     waiting = _waiting(before, after)
@@ -284,7 +282,7 @@ def slowdown(before: Conditions, after: Conditions) -> Slowdown:
     busy_cores = min(
         max(share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0, 0.0), (after.cores or 1) - 1
     )
-    uncounted = 1 / (1 - waiting) if after.waited is None else 1.0
+    uncounted = 1 / (1 - min(_uncounted_waiting(before, after), MOST_STOLEN))
     return Slowdown(
         min(1 + OTHER_CORES * busy_cores, MOST_SLOWED) * uncounted, (1 + refilling) / (1 - stolen) * uncounted
     )
@@ -303,18 +301,30 @@ def contention_factor(conditions: Conditions) -> float:
     On the host, the factor is 1, because the CPU time of other processes already includes the other test. A GPU does not
     report such a time.
     """
-    return 1.0 if conditions.other_cpu_seconds is not None else 2 * OTHERS_ON_GPU
+    return 1.0 if conditions.cores is not None else 2 * OTHERS_ON_GPU
 
 
 def _waiting(before: Conditions, after: Conditions) -> float:
-    """Return the share of time in which the thread was ready to run but waited for a core.
+    """Return an upper bound for the share of time in which the step was ready to run but waited for a core."""
+    waited = share(before, after, before.waited, after.waited) or 0.0
+    return min(max(waited, 0.0) + _uncounted_waiting(before, after), MOST_STOLEN)
 
-    If the system does not count this time, return an upper bound: the CPU time that other processes used, as a share of the
-    interval, and at most the share in which this thread did not run.
+
+def _uncounted_waiting(before: Conditions, after: Conditions) -> float:
+    """Return an upper bound for the share of time in which the step waited for a core, but nothing counted it.
+
+    The system may not count waiting. If it does, it counts the waiting of this thread, which may sleep while a child waits for
+    a core, for example a server asked by the step. The share is at most other programs' CPU time, and at most the
+    time in which this thread did not run and did not wait itself.
+
+    Example: In 1 s, the thread ran for 0.7 s, and other programs used 0.2 s. The step waited for at most 0.2 s.
     """
+    used = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0
+    off_core = share(before, after, before.off_core, after.off_core)
     waited = share(before, after, before.waited, after.waited)
-    if waited is None:
-        waited = share(before, after, before.other_cpu_seconds, after.other_cpu_seconds) or 0.0
-        off_core = share(before, after, before.off_core, after.off_core)
-        waited = waited if off_core is None else min(waited, off_core)
-    return min(max(waited, 0.0), MOST_STOLEN)
+    if waited is not None:
+        children = share(before, after, before.children_cpu_seconds, after.children_cpu_seconds)
+        if off_core is None or not children:
+            return 0.0
+        off_core -= waited
+    return max(used if off_core is None else min(used, off_core), 0.0)
