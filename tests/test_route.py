@@ -97,7 +97,8 @@ def _names(stack: list[FrameType]) -> tuple[str, ...]:
 
 @pytest.fixture
 def route(monkeypatch):
-    """The route that the next step takes."""
+    """The route that the next step takes. Other tests' children, such as a server of theirs, are no part of it."""
+    monkeypatch.setattr("pytest_gpumem.measuring.jobs.child_watch._has_children", lambda: False)
     taken = Route()
     train_step, conclude = Gpumem.train_step, Judging.conclude
 
