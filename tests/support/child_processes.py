@@ -221,7 +221,9 @@ def test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red
     grown = session(POOL_TEST, "--gpumem-baseline", TASKS="3 0")
     assert grown.returncode == 1
     (verdict,) = verdicts_of(tmp_path / "report.xml").values()
-    peaks = {metric for metric in failing_of(verdict) if metric.endswith(".peak_allocated")}  # reserved bytes come in segments
+    peaks = {
+        metric for metric in failing_of(verdict) if metric.endswith(".peak_allocated")
+    }  # reserved bytes come in segments
     assert peaks == {"call: -c.peak_allocated", "call: all processes.peak_allocated"}
     assert "note: its peak fits the baseline of -c, so these processes may have changed places" in grown.stdout
 
