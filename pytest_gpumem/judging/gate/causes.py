@@ -241,10 +241,10 @@ def causes_of(tests: Iterable[TestVerdict], measured: int | None = None) -> Caus
 def _fails_for_more(test: TestVerdict, causes: Sequence[Cause]) -> bool:
     """Return whether a test's metrics also fail for reasons that its causes do not explain.
 
-    Examples are a slower step, a budget without a cause, or more operators at an unrelated line.
+    Examples are a slower step, ranks with different peaks, a budget without a cause, or more operators at an unrelated line.
     """
     failing = {metric.metric for verdict in test.verdicts for metric in verdict.metrics if metric.outcome in FAILING}
-    if any(METRICS[name].is_timed for name in failing):
+    if "imbalance" in failing or any(METRICS[name].is_timed for name in failing):
         return True
     # A budget explains only its own metric. A line or a package may make other metrics grow as well.
     if any(cause.kind == "budget" for cause in causes):
