@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem import __version__
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.control import answer_line, listen
 from pytest_gpumem.emulating.emulated_process.usage import (
     SEEN,
@@ -585,8 +586,8 @@ def test_garbage_from_a_peer_is_a_sentence_and_other_processes_keep_their_figure
         peer(garbage)
     assert [usage.process.pid for usage in window.usage.usages] == [child.pid]
     (sentence,) = window.usage.unknown
-    own_command = Path("/proc/self/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
-    assert sentence.startswith(f"`{own_command}` wrote")
+    own_command = Path("/proc/self/cmdline").read_text().rstrip("\0").split("\0")
+    assert sentence.startswith(f"`{shown_command(own_command)}` wrote")
     assert "\n" not in sentence
 
 
