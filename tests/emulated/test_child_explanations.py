@@ -290,6 +290,7 @@ def test_a_growing_training_script_is_red_with_its_module_and_line(trained):
     assert re.search(_row(TRAINING, "train.py", "x.exp()", r"Sequential\.[*0]", text=" *exp"), grew), grown.stdout
 
 
+@pytest.mark.thorough
 def test_the_rows_of_each_rank_of_a_job_have_modules_and_lines(trained, tmp_path):
     (tmp_path / "test_it.py").write_text(JOB_TEST, encoding="utf-8")
     done = trained("-s", gpu="h100x2", GROWN="1")
@@ -309,6 +310,7 @@ def test_a_program_with_its_own_history_keeps_it_and_a_note_says_so(trained, tmp
     assert len(own) <= 1000
 
 
+@pytest.mark.thorough
 def test_without_explanations_a_program_runs_once_and_records_nothing(trained, tmp_path):
     source = "import os, sys\nopen('runs', 'a').write('run ')\n" + TRAINING
     source += "\nopen('runs', 'a').write('recorder ' * any(name.endswith(('block_recorder', 'holders')) for name in sys.modules))"

@@ -38,7 +38,7 @@ def test_the_guides_tests_repeat_and_find_the_faults_that_it_shows(session, tmp_
     gated = session("--gpumem-baseline", "-n", "2")
     assert gated.returncode == 0, gated.stdout
     assert figures_of(tmp_path / "report.xml") == first
-    faulty = session("--gpumem-baseline", SERVER_OPTIONS="--leak", UNEQUAL="1")
+    faulty = session("--gpumem-baseline", "-vv", SERVER_OPTIONS="--leak", UNEQUAL="1")
     assert "3 failed, 1 passed" in faulty.stdout, faulty.stdout
     printed = {" ".join(line.split()) for line in faulty.stdout.splitlines()}
     # The peak has another release's workspaces.

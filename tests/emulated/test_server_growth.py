@@ -166,16 +166,19 @@ thorough = pytest.mark.thorough
         pytest.param("ab", "ab", "at once", {}, {"A_KEEPS": 40, "B_WORKS": 30}, {"a": RED, "b": RED}, id="b grew after a leak"),
         pytest.param("ab", "ab", "at once", {}, {"WEIGHTS": 120}, {"a": RED, "b": RED}, id="larger weights", marks=thorough),
         pytest.param(
-            "ab", "ab", "at once", {}, {"FIXTURE_KEEPS": 40}, {"a": GREEN, "b": RED}, id="a fixture loads more"
+            "ab", "ab", "at once", {}, {"FIXTURE_KEEPS": 40}, {"a": GREEN, "b": RED}, id="a fixture loads more",
+            marks=thorough,
         ),
         pytest.param(
             "a, b", "ab", "at once", {"A_KEEPS": 40}, {}, {"a": GREEN, "b": NOTED}, id="a's workspace", marks=thorough
         ),
-        pytest.param("a, b", "ab", "later", {}, {}, {"a": GREEN, "b": GREEN}, id="recorded alone"),
+        pytest.param("a, b", "ab", "later", {}, {}, {"a": GREEN, "b": GREEN}, id="recorded alone", marks=thorough),
         pytest.param("a, b", "ba", "later", {}, {}, {"a": GREEN, "b": GREEN}, id="recorded alone, b first", marks=thorough),
         pytest.param("ab", "b", "later", {}, {}, {"b": GREEN}, id="recorded in full", marks=thorough),
         pytest.param("ab", "ba", "later", {}, {}, {"a": GREEN, "b": GREEN}, id="in full, b first", marks=thorough),
-        pytest.param("a, b", "ab", "later", {}, {"WEIGHTS": 120}, {"a": RED, "b": NOTED}, id="larger weights, loaded by a"),
+        pytest.param(
+            "a, b", "ab", "later", {}, {"WEIGHTS": 120}, {"a": RED, "b": NOTED}, id="larger weights, loaded by a", marks=thorough
+        ),
         pytest.param("a, b", "ab", "later", {}, {"B_WORKS": 30}, {"a": GREEN, "b": DOUBTED}, id="b grew", marks=thorough),
         pytest.param("ab", "ab", "later", {}, {"B_WORKS": 30}, {"a": GREEN, "b": RED}, id="b grew, in full", marks=thorough),
         pytest.param(
@@ -187,7 +190,7 @@ thorough = pytest.mark.thorough
             pytest.param(
                 recorded, tests, "at once", {"CACHE": 40, "A_FREES": 1, **fills}, {}, "green",
                 id=f"a frees a cache, recorded {recorded}, run {tests}{', b fills it' * bool(fills)}",
-                marks=() if (recorded, tests, fills) in (("ab", "b", {}), ("b, a", "ab", {"B_FILLS": 1})) else thorough,
+                marks=() if (recorded, tests, fills) == ("b, a", "ab", {"B_FILLS": 1}) else thorough,
             )
             for fills in ({}, {"B_FILLS": 1})
             for recorded in ("ab", "ba", "b, a")
@@ -196,8 +199,7 @@ thorough = pytest.mark.thorough
         *(
             pytest.param(
                 recorded, tests, "at once", {"A_KEEPS": 40}, {}, "green",
-                id=f"a leaks, recorded {recorded}, run {tests}",
-                marks=() if (recorded, tests) == ("ab", "b") else thorough,
+                id=f"a leaks, recorded {recorded}, run {tests}", marks=thorough,
             )
             for recorded in ("ab", "ba", "b, a")
             for tests in ("ab", "ba", "b")
@@ -207,7 +209,7 @@ thorough = pytest.mark.thorough
         ),
         pytest.param(
             "ab", "ba", "at once", {"A_KEEPS": 40, "FIXTURE_FREES": 1}, {"B_WORKS": 30}, {"a": GREEN, "b": RED},
-            id="b grew, a fixture empties the cache",
+            id="b grew, a fixture empties the cache", marks=thorough,
         ),
         pytest.param(
             "ab", "ab", "at once", {"A_KEEPS": 40, "FIXTURE_FREES": 1}, {"B_WORKS": 30}, {"a": GREEN, "b": RED},

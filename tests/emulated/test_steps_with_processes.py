@@ -207,7 +207,7 @@ def test_bytes_of_processes_in_steps_repeat_and_a_leak_is_red_with_its_line(sess
     gated, again = session("--gpumem-baseline", "-n", "2", *words)
     assert gated.returncode == 0, gated.stdout
     assert again == figures
-    grown, figures = session("--gpumem-baseline", *reversed(words), LEAK="1", CHILD=str(2 << 20))
+    grown, figures = session("--gpumem-baseline", "-vv", *reversed(words), LEAK="1", CHILD=str(2 << 20))
     failed = set(re.findall(r"^FAILED test_it.py::(\w+)", grown.stdout, re.MULTILINE))
     assert failed == {*tests, "test_no_growth"}, grown.stdout
     steps = set(tests) - {"test_call", "test_child"}

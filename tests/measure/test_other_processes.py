@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.base.units import format_bytes
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.devices.contract import Peak
@@ -36,10 +37,11 @@ def server(
     script: str = "serve.py",
     allocations: int = 1,
     gpu: int = 0,
+    published: int | None = None,
     **more: object,
 ):
     """A process that runs before and after a step."""
-    device = DeviceUsage(gpu, peak, peak, 0, peak, after, before, allocations)
+    device = DeviceUsage(gpu, peak, peak, 0, peak, after, before, allocations, published=published)
     return ProcessUsage(pid, None, (device,), process=_identity(pid, script), **{"window": 1, **more})
 
 
@@ -166,8 +168,9 @@ def step(device):
 
         def end_step(own_peaks, earlier):
             live.append(live[-1] + kept)
-            usage = server(1, live[-2], live[-1], live[-1] + 1000)
-            return job_figures([usage], "cpu", {0: OwnPeak("cpu", own_peaks["cpu"])}, earlier)
+            usage = server(1, live[-2], live[-1], live[-1] + 1000, published=live[-1])
+            own = OwnPeak("cpu", own_peaks["cpu"] + 5)
+            return job_figures([usage], "cpu", {0: own}, earlier, {0: live[-1] + 1000})
 
         context = MeasuringContext(device, None, end_step=end_step)
         prepared = PreparedStep(
@@ -188,7 +191,21 @@ def test_a_leak_that_only_a_server_has_makes_the_step_run_until_its_growth_is_kn
     assert measured.is_elsewhere
     assert (measured.figures.growth, runs) == ({"cpu": 0}, 6 + 4 + 18)
     assert measured.processes["serve.py"].metrics() == {"peak_allocated": 1400, "retained": 40, "growth": 40}
-    assert measured.of_all_processes().metrics() == {"peak_allocated": 1400, "growth": 40}
+    assert measured.of_all_processes().metrics() == {"peak_allocated": 1405, "growth": 40}
+
+
+def test_a_leak_of_a_server_is_no_difference_between_the_own_steps(step):
+    measured, _ = step(40)
+    assert measured.figures.is_settled
+    assert measured.notes == ()
+
+
+def test_runs_that_only_show_growth_are_in_no_remark_on_the_peak(step):
+    measured, _ = step(40)
+    (note,) = (note for note in measured.processes[ALL].notes if "sum of 2 processes' peaks" in note)
+    peak = measured.processes[ALL].metrics()["peak_allocated"]
+    assert note.startswith(f"cpu: {format_bytes(int(peak))} is the sum")
+    assert measured.processes[ALL].simultaneous == {"cpu": peak}
 
 
 def test_a_step_beside_a_server_that_keeps_nothing_runs_no_further_steps(step):

@@ -78,11 +78,19 @@ class StepProcesses:
         self._jobs.append(job)
         return beside_processes(own, job)
 
-    def remarks(self, process: str) -> Remarks:
-        """Return the remarks on a process in all runs so far. ``process`` may be `ALL`."""
+    def remarks(self, process: str, measured: StepFigures) -> Remarks:
+        """Return the remarks on a process.
+
+        Remarks on all processes are about the runs whose peaks count. Later runs, which only show growth, may hold more.
+
+        Args:
+            process: The name of a process, or `ALL`.
+            measured: The figures of this process.
+        """
         if process == ALL:
-            last = self._jobs[-1]
-            return Remarks(last.notes, self._jobs[0].gained_before, last.imbalance, self._simultaneous())
+            jobs = self._jobs[: len(measured.runs)]
+            highest = max(jobs[measured.left_out :], key=_highest_peak)
+            return Remarks(highest.notes, jobs[0].gained_before, highest.imbalance, _simultaneous(jobs))
         figures = [each for job in self._jobs for each in job.processes if each.name == process]
         notes = dict.fromkeys(note for each in figures for note in each.notes)
         return Remarks(
@@ -92,17 +100,21 @@ class StepProcesses:
             pids=tuple(each.pid for each in figures),
         )
 
-    def _simultaneous(self) -> dict[str, int]:
-        """Return the most bytes that several processes held at the same time in any run, by GPU.
 
-        In a run with a single process on a GPU, its peak counts, and otherwise the sum of the peaks if nothing better is known.
-        """
-        held = [
-            {**{gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()}, **job.simultaneous}
-            for job in self._jobs
-        ]
-        gpus = sorted({gpu for job in self._jobs for gpu in job.simultaneous})
-        return {gpu: max(job.get(gpu, 0) for job in held) for gpu in gpus}
+def _highest_peak(job: JobFigures) -> int:
+    return max(metrics["peak_allocated"] for metrics in job.by_gpu.values())
+
+
+def _simultaneous(jobs: Sequence[JobFigures]) -> dict[str, int]:
+    """Return the most bytes that several processes held at the same time in any run, by GPU.
+
+    In a run with a single process on a GPU, its peak counts, and otherwise the sum of the peaks if nothing better is known.
+    """
+    held = [
+        {**{gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()}, **job.simultaneous} for job in jobs
+    ]
+    gpus = sorted({gpu for job in jobs for gpu in job.simultaneous})
+    return {gpu: max(job.get(gpu, 0) for job in held) for gpu in gpus}
 
 
 def beside_processes(own: ByDevice, job: JobFigures) -> ByDevice:

@@ -144,7 +144,7 @@ def with_processes(
     measured = {}
     for name in names_in(seen):
         figures = figures_of(name, [run for run in (figures_in(run, name) for run in seen) if run])
-        remarks = processes.remarks(name)
+        remarks = processes.remarks(name, figures)
         measured[name] = MeasuredStep(
             figures,
             Workload(PROCESSES if name == ALL else PROCESS),
@@ -211,17 +211,26 @@ class PreparedStep:
         device.quiesce()
         with cyclic_collector_off():
             seen = [run_step()]
+            steady: list[bool] = []
             settled_at = None
             most_warm_ups = MOST_UNSTABLE_WARM_UPS if device.consensus.any(state is not None) else MOST_WARM_UPS
             while settled_at is None and len(seen) < most_warm_ups:
                 previous_state = state() if state is not None else None
                 seen.append(run_step())
-                is_changed = state is not None and state() != previous_state
-                if device.consensus.all(have_same_peaks(*seen[-2:]) and not is_changed):
+                steady.append(state is None or state() == previous_state)
+                if device.consensus.all(have_same_peaks(*seen[-2:]) and steady[-1]):
                     settled_at = len(seen) - 2
             latest = seen[-1]
             further = [latest, *(run_step() for _ in range(0 if peak_only else FURTHER_STEPS))]
             seen += further[1:]
+            own_runs = list(map(own_figures, seen))
+            if settled_at is None and names_in(seen):
+                # Perhaps only the peaks of another process differ.
+                pairs = zip(pairwise(own_runs), steady, strict=False)
+                equal = (
+                    number for number, (pair, is_steady) in enumerate(pairs) if is_steady and have_same_peaks(*pair)
+                )
+                settled_at = next(equal, None)
             growth: Mapping[str, int] = (
                 measure_growth(run_step, device)
                 if device.consensus.any(any(figures.keeps_bytes for run in further for figures in run.values()))
@@ -236,7 +245,7 @@ class PreparedStep:
                 counted = (
                     NO_COUNTS if peak_only else count_step(step, device, is_compiled=self.is_compiled, repeats=alike)
                 )
-        own = figures_of_steps([own_figures(run) for run in seen], settled_at)
+        own = figures_of_steps(own_runs, settled_at)
         figures = replace(own, counted=counted, growth=growth_in(growth))
         recomputed = None if self.recomputed is None else self.recomputed()
         measured = MeasuredStep(figures, self.workload, self.work, (*self.notes, *figures.notes()), recomputed)
