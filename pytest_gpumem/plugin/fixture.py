@@ -665,8 +665,11 @@ class Gpumem:
         """
         _check_function("assert_no_growth", step)
         run = self._run
-        with run.alone("assert_no_growth"), run.processes.window():
-            assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+        with run.alone("assert_no_growth"):
+            with run.processes.window():
+                uses_memory = assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+            if not uses_memory:
+                raise MeasuringError(run.held_nothing("the step"))
         run.relations += 1
 
     def _measured_step(

@@ -261,14 +261,19 @@ class TestRun:
         """Add a measurement to this test, call the hook ``pytest_gpumem_measurement``, and return the measurement."""
         measurement = judged.measurement
         if measurement.peak_allocated <= 0:
-            device = f"{self.device.torch_device}{' or another GPU' if self.device.others else ''}"
-            held_nothing = f"{measurement.name} held no tensor on {device}"
-            # If another process may have the tensors, advice on this process would mislead.
-            processes = "; ".join(self.processes.unmeasured)
-            self.lost = f"{processes}; {held_nothing}" if processes else f"{held_nothing}: {HELD_NOTHING}"
+            self.lost = self.held_nothing(measurement.name)
         self.measurements.judged.append(judged)
         self.item.config.hook.pytest_gpumem_measurement(item=self.item, measurement=measurement)
         return measurement
+
+    def held_nothing(self, name: str) -> str:
+        """Return the reason why a measurement or a step called ``name`` is not valid: it held no tensor on the device."""
+        held_nothing = (
+            f"{name} held no tensor on {self.device.torch_device}{' or another GPU' if self.device.others else ''}"
+        )
+        # If another process may have the tensors, advice on this process would mislead.
+        processes = self.processes.unmeasured
+        return "; ".join((held_nothing, *processes)) if processes else f"{held_nothing}: {HELD_NOTHING}"
 
     def failed(self, *errors: BaseException) -> None:
         """Store the errors that ended the test, so `release` can free the tensors in their tracebacks."""

@@ -163,7 +163,7 @@ class MeasuredLoop:
             if not self._is_script:
                 raise MeasuringError(f"{_NO_STEP}. {_NO_OPTIMIZER}")
             no_figures = f"{_NO_STEP}, and no process that reports used a GPU"
-            raise MeasuringError("; ".join((*self._run.processes.unmeasured, no_figures)))
+            raise MeasuringError("; ".join((no_figures, *self._run.processes.unmeasured)))
 
     def _end_window(self) -> None:
         """End the window of other processes, if it has not ended. Read the figures of a script without steps."""
