@@ -166,7 +166,7 @@ def job_figures(
     simultaneous: Mapping[int, int] | None = None,
     own_pid: int = -1,
 ) -> JobFigures:
-    """Return a job's figures. Processes without reserved memory on a GPU are left out.
+    """Return a job's figures. Processes without memory on a device are left out.
 
     A GPU's figure is the largest sum over processes that ran at the same time, because their peaks may be at the same time. Two
     processes did not run at the same time if one started after the other had ended.
@@ -177,7 +177,7 @@ def job_figures(
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
     Args:
-        usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
+        usages: The usage of each process that reported. A process from before a window counts if it allocated.
         name: The devices' name in torch, with ``{}`` for the index: ``"cuda:{}"`` or ``"cpu"``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
         earlier: The names in the step before. A process with such a name counts even if it did not allocate.

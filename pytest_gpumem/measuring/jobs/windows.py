@@ -82,7 +82,7 @@ class WindowUsage:
     """The processes in a window."""
 
     usages: tuple[ProcessUsage, ...] = ()
-    """The usage of each process with CUDA in this window."""
+    """The usage of each process that reported in this window."""
     killed: tuple[ProcessUsage, ...] = ()
     """The last reports of killed processes. Their peaks are lower bounds."""
     silent: tuple[ProcessUsage, ...] = ()
@@ -90,7 +90,7 @@ class WindowUsage:
     unknown: tuple[str, ...] = ()
     """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
     unseen: tuple[Unseen, ...] = ()
-    """The processes with torch or CUDA, and without reports."""
+    """The processes with torch or CUDA that do not report."""
     importing: tuple[str, ...] = ()
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
     uncounted: tuple[tuple[str, str], ...] = ()
@@ -372,7 +372,7 @@ class ProcessWindows:
         return usage.window == self._number or (usage.window is None and usage.began > asked)
 
     def _answers(self, asked: int, seconds: float) -> dict[_Key, ProcessUsage]:
-        """Return the answers of all running processes with CUDA."""
+        """Return the answers of all running processes that report."""
         answers: dict[_Key, ProcessUsage] = {}
         waiting: set[socket.socket] = set()
         new = set(self._connections)
@@ -400,7 +400,7 @@ class ProcessWindows:
                 usages = read_reports(self._folder).usages.values()
                 if not any(self._may_answer(usage, answers, asked) for usage in usages):
                     break
-                time.sleep(_LOOK_SECONDS)  # a process with CUDA is about to connect
+                time.sleep(_LOOK_SECONDS)  # a process that reports is about to connect
         return answers
 
     def _may_answer(self, usage: ProcessUsage, answers: Mapping[_Key, ProcessUsage], asked: int) -> bool:
