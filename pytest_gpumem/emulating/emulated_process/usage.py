@@ -281,7 +281,7 @@ def _write_mark(folder: Path, suffix: str, content: bytes) -> None:
 
 
 def mark_as_reporting(folder: Path) -> None:
-    """Write the command of this process, and of each fork, into a file in the folder. So the job knows this process."""
+    """Write the command of this process, and of each fork, into a file in the folder. So the job knows that it reports."""
 
     def mark() -> None:
         # The job may have ended, and its folder is removed then. Other systems than Linux have no ``/proc``, and there nobody

@@ -42,7 +42,7 @@ _LAST_OPTIONS = frozenset("cmWX")
 
 
 class Unseen(NamedTuple):
-    """A process with torch or CUDA that does not report."""
+    """A process with torch or CUDA, and without a report."""
 
     command: str
     cause: str = ""

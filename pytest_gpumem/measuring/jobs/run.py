@@ -45,9 +45,9 @@ class FinishedJob:
     output: str
     errors: str
     usages: tuple[ProcessUsage, ...]
-    """The usage of each process that reported."""
+    """Each reporting process's usage."""
     unseen: tuple[Unseen, ...]
-    """The processes with torch or CUDA that do not report."""
+    """The processes with torch or CUDA, and without a report."""
     invalid: tuple[str, ...] = ()
     """A sentence for each process with an invalid report."""
     alive: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class FinishedJob:
     uncounted: tuple[tuple[str, str], ...] = ()
     """The commands of processes that cannot count their memory on the CPU, each with the reason."""
     simultaneous: Mapping[int, int] = field(default_factory=dict)
-    """The most bytes that all processes published at the same time, by the GPU's index in the machine."""
+    """The most bytes published by all processes at the same time, by the GPU's index in the machine."""
 
 
 def run_job(
