@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulated.test_child_explanations import SERVER, SERVER_TEST, TRAINING, TRAINING_TEST, _row
+from tests.emulated.test_child_explanations import (
+    SERVER,
+    SERVER_TEST,
+    TRAINING,
+    TRAINING_TEST,
+    _row,
+    retained_by_a_leak,
+)
 from tests.support import compared_program
 from tests.support.cpu_sessions import CpuSessions
 
@@ -33,11 +40,7 @@ def session(tmp_path):
 
 
 def test_a_cache_that_a_server_keeps_is_red_with_its_module_line_and_operator(session):
-    recorded = session(SERVER, SERVER_TEST, "--gpumem-update=new")
-    assert recorded.returncode == 0, recorded.stdout
-    leaking = session(SERVER, SERVER_TEST, "--gpumem-baseline", LEAK="1")
-    assert leaking.returncode == 1, leaking.stdout
-    retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
+    retained = retained_by_a_leak(session, SERVER, SERVER_TEST)
     # Each of three requests keeps a tensor of 1 MiB in each of two blocks.
     row = _row(
         SERVER,
@@ -47,8 +50,8 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_module_line_and_operator(se
         text=r" *mm +6 x float32\[1024, 256\]",
         shows_modules=True,
     )
-    assert re.search(f"other +6.29 MB +{row}", retained), leaking.stdout
-    assert "kept in: server.KEPT" in leaking.stdout, leaking.stdout
+    assert re.search(f"other +6.29 MB +{row}", retained), retained
+    assert "kept in: server.KEPT" in retained, retained
 
 
 def test_a_growing_training_script_is_red_with_its_module_and_line(session):
@@ -123,15 +126,11 @@ def test_gradients_that_a_training_server_keeps_are_red_with_their_line_and_node
     source, kept = SERVER.replace("with torch.no_grad():", "if True:"), 'model(torch.ones(1024, 256, device="cuda"))'
     source = source.replace(kept, 'model(torch.ones(1024, 256, device="cuda").requires_grad_()).sum().backward()')
     source = source.replace("KEPT.append(key)  # the leak", "key.register_hook(KEPT.append)")
-    recorded = session(source, SERVER_TEST, "--gpumem-update=new")
-    assert recorded.returncode == 0, recorded.stdout
-    leaking = session(source, SERVER_TEST, "--gpumem-baseline", LEAK="1")
-    assert leaking.returncode == 1, leaking.stdout
-    retained = leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
+    retained = retained_by_a_leak(session, source, SERVER_TEST)
     # The second block's product made the gradient of the first block's result.
     text = r" *MmBackward0 +3 x float32\[1024, 256\]"
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.1\.key", text=text, shows_modules=True)
-    assert re.search(f"temporaries +3.15 MB +{row}", retained), leaking.stdout
+    assert re.search(f"temporaries +3.15 MB +{row}", retained), retained
 
 
 @pytest.mark.parametrize(
@@ -146,10 +145,5 @@ def test_gradients_that_a_training_server_keeps_are_red_with_their_line_and_node
     ],
 )
 def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(tmp_path, command, variables):
-    compared_program.write(tmp_path)
-    done = CpuSessions(tmp_path).pytest("-s", COMMAND=command, **variables)
-    assert done.returncode == 0, done.stdout
-    expected, by_process = compared_program.places(done.stdout)
-    assert len(expected) > 20
-    for places in by_process.values():
-        assert places == expected
+    places = compared_program.common_places(tmp_path, CpuSessions(tmp_path).pytest, COMMAND=command, **variables)
+    assert len(places) > 20

@@ -18,6 +18,7 @@ from pytest_gpumem.measuring.measure.prepared import FURTHER_STEPS, PreparedStep
 from pytest_gpumem.measuring.measure.reading import Figures
 from pytest_gpumem.plugin.fixture import Gpumem
 from pytest_gpumem.plugin.runtest.judging import Judging
+from pytest_gpumem.plugin.runtest.time_policy import TimePolicy
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -29,8 +30,8 @@ def test_it(gpumem):
     gpumem.train_step(model, torch.ones(8, 16), config="fp32", loss=lambda output, _: output.sum())
 """
 MOST_FILES = 56
-"""20 files make and measure the step, 8 are the plugin's, 8 support torch (5 with its private names), 6 judge, and 5 are values.
-7 look for other processes, because only this shows whether the step uses some.
+"""20 files make and measure the step, 9 are the plugin's, 8 support torch (5 with its private names), 6 judge, and 5 are values.
+6 look for other processes, because only this shows whether the step uses some.
 
 A feature that the step's config, its test or its session does not have is none of them, for example checkpointing, another rank,
 a hook, times, or values that an emulated GPU does not compute."""
@@ -153,7 +154,7 @@ def test_a_step_that_is_explained_is_judged_once(recorded, route):
 def test_a_step_is_judged_once_more_after_each_other_sample_of_its_time(recorded, route, monkeypatch):
     recorded.settings('[tool.gpumem]\ntime_budget = "0.1 s"\n')
     doubts = iter([True, True, False])
-    monkeypatch.setattr(Judging, "should_time_again", lambda *_, **__: next(doubts))
+    monkeypatch.setattr(TimePolicy, "should_time_again", lambda *_: next(doubts))
     route = route()
     assert recorded.run("--gpumem-baseline", "--gpumem-time", "--junitxml=report.xml", timed=True).ret == 0
     (verdict,) = recorded.verdicts()["test_it"]["verdicts"]

@@ -75,6 +75,8 @@ def test_alone():
 """
 REPLACED = 'because its PYTHONPATH was replaced (add os.environ["PYTHONPATH"] to it)'
 CLEARED = "because its environment has no PYTHONPATH (start it with env={**os.environ, ...})"
+HELD_NOTHING = "call held no tensor on cpu"
+WITH_PROCESSES = "3 with processes that were not measured (see the notes)"
 ISOLATED = "because it runs with python -I (start it without -I)"
 
 
@@ -88,9 +90,7 @@ def session(project):
 def test_a_test_with_a_process_that_was_not_seen_is_counted_and_the_cause_is_named(project, session):
     result = session("-q", "--junitxml=report.xml", "--gpumem-report=report.md", "--gpumem-report=report.html")
     result.assert_outcomes(passed=4)
-    line = result.outlines[-2]
-    assert "1 unmeasured (not seen: `" in line
-    assert "2 with processes that were not measured" in line
+    assert result.outlines[-2] == f"gpumem: 3 gated, 1 unmeasured ({HELD_NOTHING}), {WITH_PROCESSES}"
     verdicts = project.verdicts()
     processes = {test: verdict["unmeasured_processes"] for test, verdict in verdicts.items()}
     assert [len(clauses) for clauses in processes.values()] == [1, 1, 1, 0]
@@ -98,13 +98,13 @@ def test_a_test_with_a_process_that_was_not_seen_is_counted_and_the_cause_is_nam
         assert processes[test][0].startswith("not seen: `")
         assert processes[test][0].endswith(f"loads torch or CUDA, and does not report its memory, {cause}")
     unmeasured = verdicts["test_without_tensors"]["unmeasured"]
-    assert unmeasured == f"{processes['test_without_tensors'][0]}; call held no tensor on cpu"
+    assert unmeasured == f"{HELD_NOTHING}; {processes['test_without_tensors'][0]}"
     results = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
     assert {each["verdict"]["test"]: each["verdict"]["unmeasured_processes"] for each in results} == processes
     for report in ("report.md", "report.html"):
         text = (project.path / report).read_text(encoding="utf-8")
         assert "its PYTHONPATH was replaced" in text, report
-        assert "2 with processes that were not measured" in text, report
+        assert WITH_PROCESSES in text, report
 
 
 def test_each_process_that_was_not_seen_is_a_note_below_the_table(session):
@@ -118,6 +118,20 @@ def test_each_process_that_was_not_seen_is_a_note_below_the_table(session):
 def test_strict_mode_fails_each_test_with_a_process_that_was_not_seen(session):
     result = session("--gpumem-strict")
     result.assert_outcomes(failed=3, passed=1)
-    failures = [line for line in result.outlines if "(required by --gpumem-strict): not seen: `" in line]
-    headlines = [line for line in failures if not line.startswith("FAILED")]
-    assert [line.partition(" (")[0] for line in headlines] == ["Not certain", "Not measured", "Not certain"]
+    headlines = [line for line in result.outlines if "(required by --gpumem-strict): " in line[:60]]
+    not_certain = "Not certain (required by --gpumem-strict): not all of the test's processes were measured"
+    not_measured = f"Not measured (required by --gpumem-strict): {HELD_NOTHING}; not seen: `"
+    told = [line for line in headlines if not line.startswith("FAILED")]
+    assert (told[0], told[2]) == (not_certain, not_certain)
+    assert told[1].startswith(not_measured)
+    notes = [line for line in result.outlines if "note: " in line]
+    assert len(notes) == 2, "a failure has its processes, so the table has no note of its own"
+
+
+def test_a_step_without_tensors_says_so_before_it_names_an_unseen_process(project, session):
+    project.write(f"{TEST}\n\ndef test_elsewhere(gpumem):\n    gpumem.assert_no_growth(lambda: start('-I'), steps=2)\n")
+    result = session("-k", "elsewhere")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E *MeasuringError: the step held no tensor on cpu; not seen: `*", f"E *loads torch or CUDA, * {ISOLATED}"]
+    )

@@ -13,7 +13,7 @@ from pytest_gpumem.judging.baselines.folder import Folder
 from pytest_gpumem.judging.baselines.format import ENTRY_KEYS, FILE_KEYS
 from pytest_gpumem.judging.baselines.store import Store
 from pytest_gpumem.measuring.explain.artifacts import TIMELINE_KEYS, Artifacts
-from pytest_gpumem.plugin.runtest.judging import record_verdict
+from pytest_gpumem.plugin.runtest.recorded_verdict import record_verdict
 from pytest_gpumem.reporting.reports.files import ReportFiles
 from pytest_gpumem.reporting.reports.formats import FORMATS, Format
 from reference.markdown import attribute_docstrings, docstring, flat, page, paragraphs, table

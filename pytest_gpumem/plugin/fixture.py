@@ -21,6 +21,7 @@ from pytest_gpumem.plugin.relations.growth import assert_no_growth
 from pytest_gpumem.plugin.relations.state import state_of
 from pytest_gpumem.plugin.runtest.launching import Launched, launch
 from pytest_gpumem.plugin.runtest.loading import Loading, load
+from pytest_gpumem.plugin.runtest.single_run import measured_region
 from pytest_gpumem.plugin.runtest.stepping import NOT_ITERABLE, MeasuredLoop
 from pytest_gpumem.torch_support.static_access import class_name
 
@@ -224,7 +225,7 @@ class Gpumem:
     @contextmanager
     def _tracked(self, name: str | None) -> Iterator[Region]:
         region = Region()
-        with self._run.alone("track", name), self._run.region(name) as measurement:
+        with self._run.alone("track", name), measured_region(self._run, name) as measurement:
             yield region
         region.measurement_at_end = measurement()
 
@@ -566,7 +567,7 @@ class Gpumem:
             run.alone("estimate", name),
             self._or_refused(),
             prepared_train_step(run.context, source, batch, config=parsed, loss=loss, optimizer=optimizer) as prepared,
-            run.processes_window() as window,
+            run.processes.window() as window,
         ):
             step = run.measure(prepared)
             state = state_of(prepared, step.figures)
@@ -664,8 +665,11 @@ class Gpumem:
         """
         _check_function("assert_no_growth", step)
         run = self._run
-        with run.alone("assert_no_growth"), run.processes_window():
-            assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+        with run.alone("assert_no_growth"):
+            with run.processes.window():
+                uses_memory = assert_no_growth(run.device, step, steps, run.growth_elsewhere())
+            if not uses_memory:
+                raise MeasuringError(run.held_nothing("the step"))
         run.relations += 1
 
     def _measured_step(
@@ -673,7 +677,7 @@ class Gpumem:
     ) -> Measurement:
         """Measure and judge the step that ``method`` prepared."""
         run = self._run
-        with run.alone(method, name), self._or_refused(), step as prepared, run.processes_window() as window:
+        with run.alone(method, name), self._or_refused(), step as prepared, run.processes.window() as window:
             judged = run.judge(prepared, run.measure(prepared), name, explain=explain)
         del prepared  # Free the step's tensors before the measurement is returned.
         return run.keep_step(judged, window)

@@ -217,14 +217,11 @@ thorough = pytest.mark.thorough
     ],
 )
 def test_a_process_has_the_rows_that_its_code_has_in_the_tests_process(processes, tmp_path, command, at_peak):
-    compared_program.write(tmp_path)
     gpu = "h100x2" if "distributed" in command else "h100"
-    done = processes.pytest("-s", gpu=gpu, COMMAND=command, AT_PEAK=at_peak, DEVICE="cuda")
-    assert done.returncode == 0, done.stdout
-    expected, by_process = compared_program.places(done.stdout)
-    assert any(operator.endswith("Backward0") for *_, operator in expected) or at_peak == "forward"
-    for places in by_process.values():
-        assert places == expected
+    places = compared_program.common_places(
+        tmp_path, processes.pytest, gpu=gpu, COMMAND=command, AT_PEAK=at_peak, DEVICE="cuda"
+    )
+    assert any(operator.endswith("Backward0") for *_, operator in places) or at_peak == "forward"
 
 
 @pytest.fixture
@@ -238,11 +235,11 @@ KEPT = r"6 x float32\[1024, 256\]"
 """Each of three requests keeps a tensor of 1 MiB in each of two blocks."""
 
 
-def _retained_by_a_leak(session, *arguments, **variables):
+def retained_by_a_leak(session, *arguments, **variables):
     """Return the explanation of retained bytes in a session with a leak."""
-    recorded = session("--gpumem-update=new", *arguments, **variables)
+    recorded = session(*arguments, "--gpumem-update=new", **variables)
     assert recorded.returncode == 0, recorded.stdout
-    leaking = session("--gpumem-baseline", *arguments, LEAK="1", **variables)
+    leaking = session(*arguments, "--gpumem-baseline", LEAK="1", **variables)
     assert leaking.returncode == 1, leaking.stdout
     return leaking.stdout.partition("what was retained")[2].partition("what grew")[0]
 
@@ -257,7 +254,7 @@ def _retained_by_a_leak(session, *arguments, **variables):
 )
 def test_a_cache_that_a_server_keeps_is_red_with_its_line_operator_and_holder(served, tmp_path, test, arguments):
     (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
-    retained = _retained_by_a_leak(served, *arguments)
+    retained = retained_by_a_leak(served, *arguments)
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=rf" *mm +{KEPT}")
     assert re.search(f"other +6.29 MB +{row}", retained), retained
     assert "kept in: server.KEPT[...]\n" in retained
@@ -275,7 +272,7 @@ def test_while_threads_of_a_server_work_a_leak_has_its_line_and_no_holder_is_gue
 
 @pytest.mark.thorough
 def test_after_gc_freeze_a_servers_rows_have_lines_and_no_holder(served):
-    retained = _retained_by_a_leak(served, FROZEN="1")
+    retained = retained_by_a_leak(served, FROZEN="1")
     assert re.search(_row(SERVER, "server.py", "self.key(x)", r"\.key", text=" *mm +6 x"), retained), retained
     assert "kept in" not in retained
 

@@ -270,8 +270,8 @@ REASONS = {
     "killed": r"was killed before it could report its memory\. Its peak was at least 4\.19 MB, and may have been larger\. If it was killed on purpose, end",
     "killed at once": "was killed before it could report its memory",
     "stopped": "did not report its memory within 10 seconds, so its memory is not known",
-    "not seen": "not seen: `.*` loads torch or CUDA, and does not report its memory, because it runs with python -I .*; no step "
-    "was seen: .*and no process that reports used a GPU",
+    "not seen": "no step was seen: .*and no process that reports used a GPU; not seen: `.*` loads torch or CUDA, and does not "
+    "report its memory, because it runs with python -I ",
 }
 
 

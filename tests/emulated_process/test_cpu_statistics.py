@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sys
@@ -14,7 +13,6 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.variables import CACHE, COMPILER
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
-from tests import preloaded
 
 LIBRARY = counter_library()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -41,15 +39,9 @@ def figures():
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(words_of):
     """Run code in a process that counts, and return the words that it prints."""
-
-    def run_code(code):
-        done = preloaded.run("-c", BEGIN + code, cwd=tmp_path, env=dict(os.environ))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()
-
-    return run_code
+    return lambda code: words_of(BEGIN + code)
 
 
 def test_the_live_bytes_and_the_peak_are_those_of_the_profiler(run):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
-from tests import preloaded
 
 LIBRARY = counter_library()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -46,15 +43,9 @@ shared = SharedBytes(Path("shared"))
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(words_of):
     """Run code in a process that counts, and return the words that it prints."""
-
-    def run_code(code):
-        done = preloaded.run("-c", BEGIN + code, cwd=tmp_path, env=dict(os.environ))
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split()
-
-    return run_code
+    return lambda code: words_of(BEGIN + code)
 
 
 def test_the_highest_sum_begins_again_at_the_current_sum(run):

@@ -26,6 +26,7 @@ from pytest_gpumem.judging.gate.notes import MOSTLY_WORKSPACES
 from pytest_gpumem.judging.gate.verdict import MetricVerdict, Origin, Outcome, TestVerdict, Verdict
 from pytest_gpumem.plugin.config.settings import DEFAULT_TOLERANCES
 from pytest_gpumem.reporting.reports.failure import failure_text
+from pytest_gpumem.reporting.reports.values import texts_of
 
 unhurried = settings(deadline=None)
 GB = 10**9
@@ -874,11 +875,25 @@ def test_a_budget_holds_for_each_gpu_and_the_worst_is_named():
 def test_a_budget_limits_the_bytes_that_processes_held_at_the_same_time(held, outcome, value):
     measurement = replace(measured(peak_allocated=6 * GB), simultaneous=held, step_peaks=StepPeaks((6 * GB,)))
     found = judge(measurement, Budget({"peak_allocated": 5 * GB}), None, DEFAULT_TOLERANCES)
-    assert (found.of("peak_allocated").outcome, found.of("peak_allocated").value) == (outcome, value)
+    peak = found.of("peak_allocated")
+    assert (peak.outcome, peak.value) == (outcome, value)
+    is_over = bool(held) and outcome is Outcome.OVER_BUDGET
+    assert peak.at_same_time == is_over
     notes = [
-        f"{gpu}: at the same time, the processes held at most 5.00 GB. The budget limits these bytes" for gpu in held
+        f"{gpu}: at the same time, the processes held at most 5.00 GB. The budget limits these bytes"
+        for gpu in ({} if is_over else held)
     ]
     assert list(found.measurement.notes) == notes
+
+
+def test_bytes_held_at_the_same_time_have_their_own_row_without_the_baselines_sum():
+    held = replace(measured(peak_allocated=6 * GB), simultaneous={"cuda:0": 5 * GB})
+    baseline = baseline_of(held, "2026-11-02", None)
+    verdict = judge(held, Budget({"peak_allocated": 4 * GB}), baseline, DEFAULT_TOLERANCES)
+    row = texts_of(verdict.of("peak_allocated"), "si")
+    assert (row.title, row.baseline, row.value, row.change) == ("peak allocated at the same time", "", "5.00 GB", "")
+    text = failure_text(TestVerdict("a.py", "test_a", (verdict,)), frozenset({Outcome.OVER_BUDGET}), "si")
+    assert text.startswith("Memory over budget: peak at the same time 5.00 GB, budget 4.00 GB")
 
 
 def test_a_baseline_is_compared_with_the_sum_of_the_processes_peaks():

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 
-from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.plugin.relations import growth
 from pytest_gpumem.plugin.relations.growth import assert_no_growth, growth_text
 
@@ -45,7 +44,7 @@ def test_a_training_loop_keeps_nothing_more(device):
         optimizer.zero_grad()
         losses.append(loss.item())
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, step)
     assert len(losses) == 20
 
 
@@ -57,7 +56,7 @@ def test_a_cache_that_fills_in_the_first_half_is_fine(device):
         key = next(numbers) % 5
         cache.setdefault(key, tensor(KB))
 
-    assert assert_no_growth(device, step, steps=10) is None
+    assert assert_no_growth(device, step, steps=10)
     assert len(cache) == 5
 
 
@@ -66,7 +65,7 @@ def test_garbage_that_the_collector_frees_is_no_growth(device):
         cycle: list = [tensor(KB)]
         cycle.append(cycle)
 
-    assert assert_no_growth(device, step) is None
+    assert assert_no_growth(device, step)
 
 
 @pytest.mark.parametrize("steps", [2, 20])
@@ -90,10 +89,7 @@ def test_steps_that_are_no_whole_number_are_a_type_error(device, steps):
 
 
 def test_steps_that_hold_nothing_on_the_device_prove_nothing(device):
-    with pytest.raises(
-        MeasuringError, match="the step held no tensor on cpu: it runs on another device, or not at all"
-    ):
-        assert_no_growth(device, lambda: None)
+    assert not assert_no_growth(device, lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -235,6 +235,7 @@ ADDED_SINCE = {
     "causes",
     "not_explained",
     "simultaneous",
+    "at_same_time",
     "accept",
     "bisect",
     "packages",

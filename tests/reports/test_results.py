@@ -327,13 +327,14 @@ def test_of_a_long_reason_the_first_line_is_told():
     assert failed[0].verdict.unmeasured == why.format(0)
 
 
-def test_a_test_that_is_unmeasured_because_of_its_processes_is_counted_once():
+def test_processes_that_were_not_measured_are_counted_by_test_and_named_by_notes():
     clause = "not seen: `python -I x.py` loads torch"
-    alone = replace(unmeasured(f"{clause}; call held no tensor"), unmeasured_processes=(clause,))
-    beside = replace(OK, unmeasured_processes=(clause,))
-    assert accounting(results(alone)) == f"gpumem: 0 gated, 1 unmeasured ({clause}; call held no tensor)"
+    alone = replace(unmeasured(f"call held no tensor; {clause}"), unmeasured_processes=(clause,))
+    beside = replace(OK, unmeasured_processes=(clause, "not seen: `y`"))
     line = accounting(results(alone, beside, OK))
-    assert line.endswith("call held no tensor), 1 with processes that were not measured")
+    assert line.endswith("1 unmeasured (call held no tensor), 2 with processes that were not measured (see the notes)")
+    assert nothing_gated(results(alone)) == "nothing was gated: 1 test unmeasured, call held no tensor"
+    assert reasons([alone], "si") == ["unmeasured: call held no tensor"]
 
 
 @pytest.mark.parametrize("outcome", [Outcome.NEW, Outcome.FOREIGN])

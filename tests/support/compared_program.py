@@ -157,25 +157,25 @@ _RANDOM_STATE = 5056
 """The bytes of the CPU's random state, which a checkpoint keeps. ``torch.get_rng_state`` calls no operator."""
 
 
-def write(folder):
-    """Write the program, and the test that compares it with itself."""
-    (folder / "compared.py").write_text(PROGRAM, encoding="utf-8")
-    (folder / "spawn.py").write_text(SPAWN, encoding="utf-8")
-    (folder / "test_it.py").write_text(TEST, encoding="utf-8")
+def common_places(folder, pytest, **variables):
+    """Run the test that compares the program with itself, and return the bytes at each place in the test's process.
 
-
-def places(output):
-    """Return the bytes at each place in the test's process, and in each other process by name.
-
-    A place is a module, a line, a library's line, and an operator or autograd node. These rows differ:
+    Each process must have the same bytes at the same places. A place is a module, a line, a library's line, and an operator or autograd node. These rows differ:
 
     - An ended process has no parameters. So a parameter, its state and its first gradient have no module there.
     - A call that runs no operator has the module's line in the test's process, and its own line in another process.
     - Scalars may have another line, for example an optimizer's.
     - Rounding and cuBLAS's workspaces have no place.
     """
-    own, by_process = json.loads(output.partition("ROWS ")[2].partition("\n")[0])
-    return _places(own), {name: _places(rows) for name, rows in by_process.items()}
+    for name, text in (("compared.py", PROGRAM), ("spawn.py", SPAWN), ("test_it.py", TEST)):
+        (folder / name).write_text(text, encoding="utf-8")
+    done = pytest("-s", **variables)
+    assert done.returncode == 0, done.stdout
+    own, by_process = json.loads(done.stdout.partition("ROWS ")[2].partition("\n")[0])
+    assert by_process, done.stdout
+    for rows in by_process.values():
+        assert _places(rows) == _places(own)
+    return _places(own)
 
 
 def _places(rows):

@@ -196,8 +196,8 @@ def test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum(session
     assert "4 failed" in below.stdout, below.stdout
     for name in ("launch", "call: all processes"):
         assert f"In {name}: " in below.stdout
-    assert below.stdout.count("peak 12.58 MB, budget 12.58 MB: +1 B") == 2, below.stdout
-    assert "the processes held at most 12.58 MB. The budget limits these bytes" in below.stdout, below.stdout
+    assert below.stdout.count("peak at the same time 12.58 MB, budget 12.58 MB: +1 B") == 2, below.stdout
+    assert "  peak allocated at the same time  " in below.stdout, below.stdout
 
 
 def test_idle_and_killed_servers_do_not_count_and_the_own_peak_does(session, tmp_path):

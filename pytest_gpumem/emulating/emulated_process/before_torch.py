@@ -1,7 +1,7 @@
-"""An import hook for torch. The hook emulates a GPU, and begins to record the process's GPU memory usage.
+"""An import hook for torch. The hook emulates a GPU, and begins to record the process's memory usage.
 
 On an emulated GPU, the hook loads the stand-ins right before torch is imported. Right after this import, the hook enters the
-mode for small tensors' values. On a real GPU, the hook only begins to record (see `USAGE`).
+mode for small tensors' values. On a real GPU and on the CPU, the hook only begins to record (see `USAGE`).
 
 This module is imported at the start of every Python process (``startup``). So it imports other modules only together with
 torch, except modules that Python itself loads. `pathlib` and `importlib.abc` took 16 ms in a process that needs 10 ms without.
@@ -34,9 +34,10 @@ If the value is `QUIET`, the process prints only reasons why its peaks may be wr
 """
 QUIET = "quiet"
 USAGE = "GPUMEM_USAGE"
-"""Environment variable with a folder. Each process writes a file with its GPU memory usage there."""
+"""Environment variable with a folder. Each process writes a file with its memory usage there."""
 LIVE = "GPUMEM_USAGE_LIVE"
-"""Environment variable with a number of seconds. A process with `USAGE` writes its usage at this interval, and at its end.
+"""Environment variable with a number of seconds. A process with `USAGE` looks at its usage at this interval and
+at its end, and writes it if it has changed.
 
 So a killed process leaves its last figures.
 """
@@ -49,7 +50,7 @@ LIBRARY = "GPUMEM_USAGE_LIBRARY"
 """Environment variable with the path of the same library. A process with `LIVE` publishes its bytes by it (`shared_bytes`), and
 records autograd's nodes by it on GPUs."""
 FORK = "GPUMEM_USAGE_FORK"
-"""Set for a fork of a test's process, because its command says how the tests were started, and not what the fork does."""
+"""Key that is set for a fork of a test's process. Linux shows the tests' command for the fork, so messages say ``fork``."""
 STEPS = "GPUMEM_EMULATED_STEPS"
 """Environment variable with a number of optimizer steps, after which a process ends. Ignored without `USAGE`."""
 _AUTOGRAD = b"pt_autograd"

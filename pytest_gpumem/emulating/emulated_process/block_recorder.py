@@ -279,7 +279,7 @@ def retained_holders(
         blocks: The bytes of each block, by GPU and address.
         are_live: Returns whether all blocks are still live.
     """
-    # Freezing hides objects, and would have to be undone and repeated to see them. The program would keep new garbage.
+    # Frozen objects are hidden. To see them, the heap would be thawed and frozen again, and then hides new garbage as well.
     if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
         return {}
     with suppress(Exception):  # other threads change the program's objects meanwhile
@@ -308,7 +308,7 @@ def recorded_blocks(
         active: The live blocks' requested bytes at the window's end, by address.
         owners: The tensors at the window's end, by address.
         module_of: Returns the module's path for an entry's note.
-        workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none as left.
+        workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none is retained.
         holders: The paths to the holders of retained blocks, by address.
     """
     entries = _allocations_and_frees(trace)

@@ -1,8 +1,8 @@
 """Requests for a running process's memory figures, through a socket in a folder that only this user can open.
 
-The test's process listens, and other processes connect when they first use CUDA. To begin a window, the test sends the
-window's number in a line. A process answers with this number and its usage since the last request, in a line (`answer_line`).
-Both see at once if the other ends.
+The test's process listens, and other processes connect when they first use CUDA or allocate on the CPU. To begin a window, the
+test sends the window's number in a line. A process answers with this number and its usage since the last request, also in a
+line (`answer_line`). If the process at one end dies, the other end sees it at once.
 
 Example: a test's call begins with the request 6 and ends with the request 7. The answer to 7 has the figures of the call.
 """

@@ -103,7 +103,7 @@ class CounterHistory:
         """The noted numbers, by the texts in `note`."""
 
     def start(self, most_entries: int) -> None:
-        """Start a new recording with room for ``most_entries``. Without known nodes, it has none."""
+        """Start a new recording with room for ``most_entries``. It lacks nodes if this torch release does not show them."""
         functions = node_functions()
         if functions is not None:
             self.library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
@@ -195,13 +195,13 @@ def with_nodes(
     joined = []
     for device, trace in enumerate(traces):
         counts = Counter(entry["addr"] for entry in trace if entry["action"] == "alloc")
-        found = {
+        matching = {
             address: iter(nodes[device, address])
             for address, count in counts.items()
             if len(nodes[device, address]) == count
         }
         further = (
-            next(found.get(entry["addr"], iter(())), {}) if entry["action"] == "alloc" else {} for entry in trace
+            next(matching.get(entry["addr"], iter(())), {}) if entry["action"] == "alloc" else {} for entry in trace
         )
         joined.append([{**entry, **fields} for entry, fields in zip(trace, further, strict=True)] + created)
     return joined

@@ -68,7 +68,7 @@ class Statistics(Protocol):
         """Return the number of times that the allocator released its cached memory and tried again."""
 
     def workspaces(self) -> dict[int, Workspaces]:
-        """Return the workspaces that exist because threads ran at the same time, by device."""
+        """Return the workspaces of libraries by device. With several threads, chance decides how many there are."""
 
 
 class CudaStatistics:

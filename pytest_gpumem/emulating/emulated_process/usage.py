@@ -1,4 +1,4 @@
-"""GPU memory usage of a program's processes. Each process writes a file, and the parent process reads all files."""
+"""Memory usage of a program's processes, on GPUs or on the CPU. Each writes a file, and the parent process reads all files."""
 
 from __future__ import annotations
 
@@ -102,10 +102,13 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """A process's memory on a GPU in bytes. Peaks count from the process's start, or from the begin of its window."""
+    """A process's memory on a GPU or on the CPU, in bytes.
+
+    Peaks count from the process's start, or from the begin of its window.
+    """
 
     device: int
-    """The GPU's index among all GPUs, independent of ``CUDA_VISIBLE_DEVICES``."""
+    """The GPU's index among all GPUs, independent of ``CUDA_VISIBLE_DEVICES``; 0 for the CPU."""
     allocated: int
     """The peak of allocated bytes in torch's allocator."""
     reserved: int
@@ -192,12 +195,12 @@ def _number(text: str | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """A process's usage of GPU memory. ``devices`` has the GPUs on which the process reserved memory."""
+    """A process's usage of memory. ``devices`` has the GPUs on which the process reserved memory, or the CPU."""
 
     began: int
-    """Time when the process first used CUDA, in ns on the machine's monotonic clock."""
+    """Time when the process first used CUDA, or allocated on the CPU, in ns on the machine's monotonic clock."""
     ended: int | None
-    """Time when the process ended. ``None`` if the process was killed; then all other values are from before its end."""
+    """Time when the process ended; ``None`` in the report of a running process. A killed process leaves such a report."""
     devices: tuple[DeviceUsage, ...] = ()
     times_out_of_memory: int = 0
     """The number of times that the process ran out of memory, even if the program caught the error."""
@@ -278,10 +281,11 @@ def _write_mark(folder: Path, suffix: str, content: bytes) -> None:
 
 
 def mark_as_reporting(folder: Path) -> None:
-    """Write the command of this process, and of each fork, into a file in the folder. So the job knows this process."""
+    """Write the command of this process, and of each fork, into a file in the folder. So the job knows that it reports."""
 
     def mark() -> None:
-        # The job may have ended, and its folder with it. Other systems have no such file, and their jobs look at no process.
+        # The job may have ended, and its folder is removed then. Other systems than Linux have no ``/proc``, and there nobody
+        # looks for this file.
         with suppress(OSError):
             own = Path("/proc/self")
             mark = (own / "cmdline").read_bytes() + b"\n" + stack_start((own / "stat").read_bytes())
@@ -355,7 +359,7 @@ class Reports:
     """The reports in a folder, each with its file."""
 
     usages: Mapping[Path, ProcessUsage]
-    """The usages, in the order in which the processes first used CUDA."""
+    """The usages, in the order of `ProcessUsage.began`."""
     invalid: Mapping[Path, str]
     """A sentence for each file that is not a report from this release."""
 
@@ -380,7 +384,7 @@ def read_reports(folder: Path) -> Reports:
 
 
 def read_usages(folder: Path) -> tuple[ProcessUsage, ...]:
-    """Read all processes' usages from ``folder``, in the order in which the processes first used CUDA.
+    """Read all processes' usages from ``folder``, in the order of `ProcessUsage.began`.
 
     Raises:
         InvalidReport: A file is not a report from this release.

@@ -1,4 +1,4 @@
-"""Record a process's GPU memory usage, and write it to a file at exit and when the process first runs out of memory.
+"""Record a process's memory usage, and write it to a file at exit and when the process first runs out of memory.
 
 In a measured job, a thread also writes changed usage several times a second, so a killed process leaves its last figures.
 """
@@ -66,7 +66,9 @@ def record_usage(
     source: Statistics | None = None,
     library: str | None = None,
 ) -> None:
-    """Record this process's memory usage, starting when it first uses CUDA. In a measured job, this moment is now.
+    """Record this process's memory usage, starting when it first uses CUDA.
+
+    In a measured job, recording starts at once, because the caller has waited for the first use of CUDA or of the CPU.
 
     Args:
         folder: The folder into which the usage is written.

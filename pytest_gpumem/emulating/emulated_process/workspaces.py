@@ -35,8 +35,8 @@ class Workspaces(NamedTuple):
 def workspaces() -> dict[int, Workspaces]:
     """Return the workspaces by GPU index. Each is a block with a workspace's size that no tensor in Python refers to.
 
-    Nothing is found after ``gc.freeze()``, which hides tensors, or with an allocator without snapshots. A weight may have the
-    size of a workspace.
+    A weight may have the size of a workspace, so blocks of tensors are left out. Nothing is found after ``gc.freeze()``, which
+    hides tensors, or with an allocator without snapshots.
     """
     sizes = cublas_workspace_sizes()
     if not sizes or is_heap_frozen() or torch.cuda.memory.get_allocator_backend() != "native":

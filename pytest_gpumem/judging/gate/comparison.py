@@ -65,11 +65,15 @@ class Comparison:
         For several processes' `peak_allocated`, it is the most bytes that they held at the same time, if these are known.
         """
         measurement = self.measurement
-        if metric.name == "peak_allocated" and measurement.simultaneous:
+        if self.limits_simultaneous(metric):
             peaks = {device: values[metric.name] for device, values in measurement.by_device.items()}
             return max({**peaks, **measurement.simultaneous}.values())
         # A budget limits the whole program. So it also applies to the first steps, which are not compared with a baseline.
         return max((self.value(metric), *measurement.step_peaks.of(metric.name)))
+
+    def limits_simultaneous(self, metric: Metric) -> bool:
+        """Return whether a budget limits the bytes that several processes held at the same time."""
+        return metric.name == "peak_allocated" and bool(self.measurement.simultaneous)
 
     def baseline_value(self, metric: Metric) -> float | None:
         """Return the baseline's figure; ``None`` if the baseline lacks the metric, or if there is no baseline."""

@@ -60,7 +60,8 @@ def bytes_of_other_tests(comparison: Comparison, metric: Metric) -> tuple[int, i
     for bytes in both peaks, which the baseline's run allocated and retained itself. This run retains fewer bytes then, because
     another test has allocated them earlier.
 
-    If the process held less before this measurement than before the baseline's, its peak may be lower by these bytes.
+    If the process held less before this measurement than before the baseline's measurement, its peak may be lower by these
+    bytes.
 
     `retained` is lower if another test has allocated these bytes earlier, and higher if no other test has. Neither is a change.
 
@@ -80,7 +81,7 @@ def bytes_of_other_tests(comparison: Comparison, metric: Metric) -> tuple[int, i
 
 
 def _retained_further(comparison: Comparison) -> int:
-    """Return the bytes that a process has retained in this measurement, minus those in the baseline's."""
+    """Return the bytes that a process has retained in this measurement, minus those in the baseline's measurement."""
     baseline = {} if comparison.baseline is None else comparison.baseline.metrics
     retained, baseline_retained = (
         int(metrics.get("retained", 0)) for metrics in (comparison.measurement.metrics, baseline)

@@ -117,7 +117,14 @@ def _judge_metric(comparison: Comparison, metric: Metric) -> MetricVerdict:
     limit, obstacle = comparison.budget.limits.get(metric.name), comparison.obstacle
     highest = comparison.limited(metric)
     if limit is not None and highest > limit:
-        return MetricVerdict(metric.name, Outcome.OVER_BUDGET, highest, baseline_value, budget=limit)
+        return MetricVerdict(
+            metric.name,
+            Outcome.OVER_BUDGET,
+            highest,
+            baseline_value,
+            budget=limit,
+            at_same_time=comparison.limits_simultaneous(metric),
+        )
     tolerance = comparison.tolerances.get(metric.name)
     if tolerance is not None and comparison.baseline is not None:
         verdict = _compare(comparison, metric, comparison.baseline, tolerance)

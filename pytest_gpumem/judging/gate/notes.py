@@ -96,12 +96,16 @@ def _gained_before(comparison: Comparison) -> Iterator[str]:
 
 
 def _simultaneous(comparison: Comparison) -> Iterator[str]:
-    """Yield the most bytes that several processes held at the same time, for each GPU."""
-    metric = METRICS["peak_allocated"]
-    is_limited = metric.name in comparison.budget.limits
-    for gpu, nbytes in comparison.measurement.simultaneous.items():
+    """Yield the most bytes that several processes held at the same time, for each GPU.
+
+    If they exceed the budget on a single GPU, the metric's row shows them.
+    """
+    limit, simultaneous = comparison.budget.limits.get("peak_allocated"), comparison.measurement.simultaneous
+    for gpu, nbytes in simultaneous.items():
+        if limit is not None and nbytes > limit and len(simultaneous) == 1:
+            continue
         held = f"{gpu}: at the same time, the processes held at most {format_bytes(nbytes)}"
-        yield f"{held}. The budget limits these bytes" if is_limited else held
+        yield held if limit is None else f"{held}. The budget limits these bytes"
 
 
 def _more_or_less(nbytes: int) -> str:

@@ -136,6 +136,9 @@ class MetricVerdict:
     """The unit of a throughput: ``samples``, ``tokens``, ``steps`` or ``items``."""
     gpu: str | None = field(default=None, metadata=ADDED)
     """The GPU whose bytes decided the verdict, such as ``cuda:1``, if the step used several GPUs."""
+    at_same_time: bool = field(default=False, metadata=ADDED)
+    """True if ``value`` is the most bytes that several processes held at the same time. The baseline has the sum of their
+    peaks, so the two values cannot be compared."""
 
     @property
     def gated(self) -> bool:

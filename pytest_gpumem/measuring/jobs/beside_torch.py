@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,20 +13,20 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
 
 
+@dataclass(eq=False, repr=False)
 class ProcessBytes:
     """The highest bytes that NVML has reported for each process, summed over all GPUs."""
 
-    def __init__(self, gpus: Sequence[Device]) -> None:
-        """Begin without bytes. ``gpus`` are the GPUs that the test's own process sees."""
-        self._gpus = gpus
-        self.by_pid: dict[int, int] = {}
-        self.is_read = False
-        """True if NVML has listed processes."""
+    gpus: Sequence[Device]
+    """The GPUs that the test's own process sees."""
+    by_pid: dict[int, int] = field(default_factory=dict)
+    is_read: bool = False
+    """True if NVML has listed processes."""
 
     def look(self, pids: Collection[int]) -> None:
         """Read the current bytes of the processes with ``pids``. This asks NVML once for each GPU."""
         sums = Counter[int]()
-        for gpu in self._gpus:
+        for gpu in self.gpus:
             bytes_by_pid = gpu.bytes_by_pid()
             if bytes_by_pid is not None:
                 self.is_read = True

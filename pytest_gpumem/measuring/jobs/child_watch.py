@@ -1,7 +1,7 @@
 """Find out whether this process has descendants with torch or CUDA that do not report their memory.
 
-Such a process has another environment, or runs with ``python -I``, ``-E`` or ``-S``. It may end within a test, and then a look
-after the test would come too late. So a thread looks several times a second, however the process was started.
+Such a process has another environment, or runs with ``python -I``, ``-E`` or ``-S``. If it ends within a test, a look after the
+test comes too late. So a thread looks several times a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.1
 _MOST_SHARE = 0.05
-"""The thread looks for at most this share of the time. A look took 5 ms on a machine with 150 processes."""
+"""The thread spends at most this share of its time on looks. A look took 5 ms on a machine with 150 processes."""
 
 
 class ChildWatch(PausingThread):
@@ -56,7 +56,7 @@ class ChildWatch(PausingThread):
         """Return each process with torch or CUDA, but without a report. Call this after the context."""
         if self._owner != os.getpid():
             return ()
-        # A look here would wait for the system as long as the thread does.
+        # If the thread is still stuck in a look, a look here would be stuck as well.
         if not self.is_running:
             # A single look does not distinguish a program from its parent's fork.
             self._look()

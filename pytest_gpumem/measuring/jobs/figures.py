@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _OPTIONS_WITH_VALUE = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 """Options of the Python interpreter with a value in the next word."""
 _MULTIPROCESSING = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
-"""`multiprocessing` starts an interpreter with code that begins so."""
+"""`multiprocessing` starts an interpreter with code that begins like this."""
 _LONG_NUMBER = re.compile(r"\d{3,}")
 _OF_RANKS = re.compile(r"( rank \d+) of( |$)")
 _ON_GPU = re.compile(r" on (\w+:\d+)$")
@@ -166,7 +166,7 @@ def job_figures(
     simultaneous: Mapping[int, int] | None = None,
     own_pid: int = -1,
 ) -> JobFigures:
-    """Return a job's figures. Processes without reserved memory on a GPU are left out.
+    """Return a job's figures. Processes without memory on a device are left out.
 
     A GPU's figure is the largest sum over processes that ran at the same time, because their peaks may be at the same time. Two
     processes did not run at the same time if one started after the other had ended.
@@ -177,12 +177,12 @@ def job_figures(
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
     Args:
-        usages: The usage of each process with CUDA. A process from before a window counts if it allocated.
+        usages: Each reporting process's usage. A process from before a window counts if it allocated.
         name: The devices' name in torch, with ``{}`` for the index: ``"cuda:{}"`` or ``"cpu"``.
         own: The peaks of the test's own process, by the GPU's index in the machine. The process runs during the whole job.
         earlier: The names in the step before. A process with such a name counts even if it did not allocate.
-        simultaneous: The most bytes that all processes published at the same time, by the GPU's index in the machine.
-        own_pid: The pid of the test's own process; -1 if it does not matter.
+        simultaneous: The most bytes published by all processes at the same time, by the GPU's index in the machine.
+        own_pid: The own process's pid; -1 if it does not matter.
     """
     own, earlier, usages = own or {}, earlier or Names(), tuple(usages)
     used = sorted(
@@ -374,8 +374,8 @@ def process_names(processes: Sequence[ProcessIdentity], reserved: Collection[str
 
     A name given by ``multiprocessing.Process(name=...)`` replaces the program. A number with three or more digits in such a
     name becomes ``N``, because it may be a pid, which differs between two runs. Arguments may differ as well, so names have
-    none. A rank that torchrun has started again is called ``train.py rank 0 restart 1``. A name that the store cannot keep is
-    changed.
+    no arguments. A rank that torchrun has started again is called ``train.py rank 0 restart 1``. A name that the store cannot
+    keep is changed.
 
     Example: The names are ``serve.py``, ``serve.py 2``, ``train.py rank 0`` and ``train.py rank 1``. Both servers have
     the program ``serve.py``.

@@ -1,4 +1,4 @@
-"""Run a command as a job: start the command, wait for its end, and collect its processes' GPU memory usage."""
+"""Run a command as a job: start the command, wait for its end, and collect its processes' memory usage."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class FinishedJob:
     output: str
     errors: str
     usages: tuple[ProcessUsage, ...]
-    """The usage of each process with CUDA."""
+    """Each reporting process's usage."""
     unseen: tuple[Unseen, ...]
-    """The processes with torch or CUDA, and without a report on their usage."""
+    """The processes with torch or CUDA, and without a report."""
     invalid: tuple[str, ...] = ()
     """A sentence for each process with an invalid report."""
     alive: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class FinishedJob:
     uncounted: tuple[tuple[str, str], ...] = ()
     """The commands of processes that cannot count their memory on the CPU, each with the reason."""
     simultaneous: Mapping[int, int] = field(default_factory=dict)
-    """The most bytes that all processes published at the same time, by the GPU's index in the machine."""
+    """The most bytes published by all processes at the same time, by the GPU's index in the machine."""
 
 
 def run_job(
@@ -74,8 +74,8 @@ def run_job(
         environment: The command's environment. The variables from `reporting_to` are added.
         folder: The command's working directory.
         timeout: The longest time in seconds, or ``None`` for no limit. Afterwards the command and its processes are ended.
-        record: Whether the processes record their allocations.
         watch: A function called a few times a second with the pids of the command's processes.
+        record: Whether the processes record their allocations.
 
     Raises:
         JobError: The command cannot be started, or takes longer than ``timeout``.
@@ -135,7 +135,7 @@ def run_job(
 
 
 def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables for a process. The process and its children then report GPU memory usage to a folder.
+    """Return environment variables for a process. The process and its children then report memory usage to a folder.
 
     Args:
         folder: The folder.

@@ -82,7 +82,7 @@ class WindowUsage:
     """The processes in a window."""
 
     usages: tuple[ProcessUsage, ...] = ()
-    """The usage of each process with CUDA in this window."""
+    """Each process's usage in this window."""
     killed: tuple[ProcessUsage, ...] = ()
     """The last reports of killed processes. Their peaks are lower bounds."""
     silent: tuple[ProcessUsage, ...] = ()
@@ -90,13 +90,13 @@ class WindowUsage:
     unknown: tuple[str, ...] = ()
     """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
     unseen: tuple[Unseen, ...] = ()
-    """The processes with torch or CUDA, and without reports."""
+    """The processes with torch or CUDA, and without a report."""
     importing: tuple[str, ...] = ()
     """The commands of processes in which torch was imported in this window. A fork of the test's process does not import."""
     uncounted: tuple[tuple[str, str], ...] = ()
     """The commands of processes that cannot count their memory on the CPU, each with the reason."""
     simultaneous: Mapping[int, int] = field(default_factory=dict)
-    """The most bytes that all processes published at the same time, by the GPU's index in the machine."""
+    """The most bytes published by all processes at the same time, by the GPU's index in the machine."""
 
 
 def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
@@ -372,7 +372,7 @@ class ProcessWindows:
         return usage.window == self._number or (usage.window is None and usage.began > asked)
 
     def _answers(self, asked: int, seconds: float) -> dict[_Key, ProcessUsage]:
-        """Return the answers of all running processes with CUDA."""
+        """Return the answers from all running processes."""
         answers: dict[_Key, ProcessUsage] = {}
         waiting: set[socket.socket] = set()
         new = set(self._connections)
@@ -400,7 +400,7 @@ class ProcessWindows:
                 usages = read_reports(self._folder).usages.values()
                 if not any(self._may_answer(usage, answers, asked) for usage in usages):
                     break
-                time.sleep(_LOOK_SECONDS)  # a process with CUDA is about to connect
+                time.sleep(_LOOK_SECONDS)  # a reporting process is about to connect
         return answers
 
     def _may_answer(self, usage: ProcessUsage, answers: Mapping[_Key, ProcessUsage], asked: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import MeasuringError
@@ -12,6 +13,7 @@ from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.emulating.emulated_process.usage import among_all, rank_in
 from pytest_gpumem.facts.values.option_words import NOT_SEEN
+from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import (
     JobFigures,
     OwnPeak,
@@ -20,19 +22,24 @@ from pytest_gpumem.measuring.jobs.figures import (
     job_figures,
     killed_text,
 )
-from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, command_text
+from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, Window, command_text
+from pytest_gpumem.measuring.measure.growth import WINDOW
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
+    from pytest_gpumem.facts.values.rank import Rank
     from pytest_gpumem.measuring.devices.contract import Device
-    from pytest_gpumem.measuring.jobs.figures import Names
-    from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
+    from pytest_gpumem.measuring.jobs.figures import Names, ProcessFigures
+    from pytest_gpumem.measuring.jobs.windows import WindowUsage
+    from pytest_gpumem.plugin.runtest.explaining import RunAgain
+    from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
 
 _POOL_WORKER = "PoolWorker-"
 """A part of the name that `multiprocessing.Pool` gives to a worker: ``SpawnPoolWorker-1``."""
+_OTHER_RANKS = "the other ranks would not run the code again with this rank"
 
 
 class SessionProcesses:
@@ -80,6 +87,90 @@ class SessionProcesses:
         step = self._windows.divide()
         is_alone = not (step.usages or step.killed or step.silent or step.unknown)
         return None if is_alone else figures_of_processes(step, device, own_peaks, earlier)
+
+
+@dataclass(eq=False, repr=False)
+class OtherProcesses:
+    """The processes besides its own which a running test uses.
+
+    Example:
+        A test asks a server in ``with processes.window() as window:``. Then `figures_of_processes` returns the server's peak
+        from ``window.usage``, and `unmeasured` names the processes whose memory is not known.
+    """
+
+    device: Device
+    session: SessionProcesses | None = None
+    """The processes that the session starts; ``None`` to leave them alone."""
+    rank: Rank | None = None
+    """The own process's rank; ``None`` without ranks."""
+    unmeasured: dict[str, None] = field(default_factory=dict)
+    """`TestVerdict.unmeasured_processes` so far."""
+    beside_torch: dict[str, int | None] = field(default_factory=dict)
+    """`TestVerdict.jobs_beside_torch` so far."""
+    bounds: Mapping[int, int | None] | None = None
+    """The bytes beside torch in the last window by pid, from `beside_torch`; ``None`` if NVML was not read."""
+
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        """Read the figures of the processes that the session starts, within the context."""
+        if self.session is None:
+            yield Window()
+            return
+        process_bytes = ProcessBytes(self.device.everywhere)
+        with self.session.window(look=process_bytes.look) as window:
+            yield window
+        self.bounds = beside_torch(window.usage.usages, process_bytes.by_pid) if process_bytes.is_read else None
+        self.unmeasured |= dict.fromkeys(unmeasured_processes(window.usage, self.device))
+
+    def note_beside_torch(
+        self, processes: Sequence[JudgedMeasurement], bounds: Mapping[int, int | None] | None
+    ) -> None:
+        """Add the processes' bytes beside torch. ``bounds`` has them by pid, and is ``None`` if NVML was not read."""
+        if bounds is None:
+            return
+        for judged in processes:
+            seen = [bound for bound in map(bounds.get, judged.pids) if bound is not None]
+            self.beside_torch[judged.measurement.name] = max(seen, default=None)
+
+    def ending_new(self, window: Window) -> AbstractContextManager[None]:
+        """Return a context for code that loads an object again. It ends processes that started for the second object.
+
+        Args:
+            window: The processes when the object was loaded first. Without any, no process is ended.
+        """
+        if self.session is None or not window.usage.usages:
+            return nullcontext()
+        return self.session.ending_new_processes()
+
+    def if_alone(self, run_again: Callable[[], Sequence[ProcessFigures]]) -> RunAgain:
+        """Return ``run_again``, or the reason why a rank does not run code again for its processes."""
+        return run_again if self.rank is None else _OTHER_RANKS
+
+    def recorded(self, run: Callable[[], object]) -> Sequence[ProcessFigures]:
+        """Run code while its processes record their allocations. The code's result is alive until they have answered."""
+        assert self.session is not None, "only called if there are processes"
+        with self.session.window(record=True) as window:
+            result = run()
+        del result
+        own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
+        return figures_of_processes(window.usage, self.device, own_peaks).processes
+
+    def recorded_step(self, step: Callable[[], object], growing: Collection[str]) -> Sequence[ProcessFigures]:
+        """Run a step again while its processes record their allocations.
+
+        If memory grows, but only some steps keep bytes, the step runs until each growing process keeps bytes.
+        """
+        recorded: Sequence[ProcessFigures] = ()
+        for _ in range(WINDOW):
+            recorded = self.recorded(step)
+            keeping = {
+                process.name: any(blocks.retained for blocks in process.recorded.values())
+                for process in recorded
+                if process.recorded
+            }
+            if all(keeping.get(process, True) for process in growing):
+                break
+        return recorded
 
 
 def figures_of_processes(

@@ -6,12 +6,9 @@ peak, with the module and line of each.
 
 from __future__ import annotations
 
-import unittest
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import pytest
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.requirements.installed import needed_by_torch, versions
 from pytest_gpumem.facts.values.composition import NOT_EXPLAINED
@@ -28,6 +25,8 @@ from pytest_gpumem.torch_support.tracebacks import RAISED_BY_A_STEP, clear_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import pytest
 
     from pytest_gpumem.facts.metrics import Kind
     from pytest_gpumem.facts.values.composition import Explanation
@@ -68,6 +67,13 @@ class ExplainPolicy:
     settings: Settings
     judging: Judging
 
+    def __post_init__(self) -> None:
+        settings = self.settings
+        # If `gpumem accept` may write baselines from this session's report, the report needs the same data as
+        # `--gpumem-update=all`.
+        self.update: UpdateMode | None = "all" if settings.may_be_accepted_later else settings.update
+        """The update for which explanations are recorded; ``None`` if no baseline may be written."""
+
     def should_explain(self, judged: JudgedMeasurement) -> bool:
         """Return whether the test reads the composition, fails because of a figure in bytes, or may get a new baseline."""
         return self._is_read or self._is_needed(judged, "memory")
@@ -78,7 +84,7 @@ class ExplainPolicy:
         These bytes are three quarters of a step's data in a report. They are left out of a report that is only needed for a
         later `gpumem accept`, because no baseline stores them.
         """
-        only_later = self.settings.may_be_accepted_later and self.settings.update is None
+        only_later = self.update is not None and self.settings.update is None
         return not only_later or self._is_read or self._is_shown(judged, "memory")
 
     @property
@@ -91,14 +97,14 @@ class ExplainPolicy:
         """Return the GPU whose peak is explained: the GPU on which a metric fails, or otherwise the GPU with the largest
         peak.
         """
-        failing = self.judging.failing(self.judging.verdict([judged]))
+        failing = self.judging.failing_by(judged)
         metrics = judged.verdict.metrics
         failed_on = (metric.gpu for metric in metrics if metric.outcome in failing and metric.gpu is not None)
         return next(failed_on, judged.measurement.largest_device)
 
     def should_find_holders(self, judged: JudgedMeasurement) -> bool:
         """Return whether to search for the holders of retained tensors, because `retained` fails the test."""
-        failing = self.judging.failing(self.judging.verdict([judged]))
+        failing = self.judging.failing_by(judged)
         return "retained" in failing_metrics(judged.verdict, failing)
 
     def should_locate_counts(self, judged: JudgedMeasurement) -> bool:
@@ -113,7 +119,7 @@ class ExplainPolicy:
         """
         if self.settings.explain != "on-failure":
             return self.settings.explain == "always"
-        failing = self.judging.failing(self.judging.verdict([judged]))
+        failing = self.judging.failing_by(judged)
         return bool(failing_metrics(judged.verdict, failing, kind))
 
     def _is_needed(self, judged: JudgedMeasurement, kind: Kind) -> bool:
@@ -122,11 +128,8 @@ class ExplainPolicy:
             return True
         if self.settings.explain != "on-failure":
             return False
-        # If `gpumem accept` may write baselines from this session's report, the report needs the same data as
-        # `--gpumem-update=all`.
-        mode: UpdateMode | None = "all" if self.settings.may_be_accepted_later else self.settings.update
         baseline = judged.baseline
-        if mode is None or baseline is None:
+        if self.update is None or baseline is None:
             return False
         if self.settings.update == "all" and isinstance(baseline, Baseline):
             lacks_explanation = baseline.composition is None if kind == "memory" else not baseline.has_lines
@@ -135,7 +138,7 @@ class ExplainPolicy:
         key = self.judging.measured.key(judged.measurement.name)
         # Compare without times. If only the times are new, no explanation is needed, because the bytes are the same.
         entry = replace(baseline_of(judged.measurement, "", None), runs=None)
-        return bool(entries_to_write(mode, {key: (judged.verdict, entry)}, {key: baseline}))
+        return bool(entries_to_write(self.update, {key: (judged.verdict, entry)}, {key: baseline}))
 
     def should_explain_error(self, error: BaseException) -> bool:
         """Return whether ``error`` is an out-of-memory error to explain.
@@ -341,19 +344,3 @@ class Explainer:
 def _unrecorded(judged: JudgedMeasurement, reason: str) -> JudgedMeasurement:
     """Return a process's measurement with a note on the reason why it has no explanation."""
     return judged.with_notes([f"its allocations were not recorded, because {reason}"])
-
-
-def call_again(item: pytest.Item) -> None:
-    """Run a test's call once more with the same arguments. pytest does not report this run."""
-    kind = item.cls if isinstance(item, pytest.Function) else None
-    if isinstance(item, pytest.Function) and kind is not None and issubclass(kind, unittest.TestCase):
-        # The method `debug` runs a unittest test without collecting its result. An instance with an event loop
-        # (`IsolatedAsyncioTestCase`) can run only once. So a second instance runs, with the attributes that fixtures have
-        # set on the first instance.
-        instance: Any = item.instance
-        second_instance = type(instance)(item.originalname)
-        own_attributes = vars(second_instance)
-        own_attributes.update({name: value for name, value in vars(instance).items() if name not in own_attributes})
-        second_instance.debug()
-    else:
-        item.runtest()

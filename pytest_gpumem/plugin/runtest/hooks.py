@@ -17,21 +17,27 @@ from pytest_gpumem.measuring.explain.artifacts import Artifacts
 from pytest_gpumem.measuring.explain.sites import Sites
 from pytest_gpumem.measuring.measure.context import MeasuringContext
 from pytest_gpumem.measuring.timing.sampling import TimeBudget
+from pytest_gpumem.plugin.runtest.child_processes import OtherProcesses
 from pytest_gpumem.plugin.runtest.explaining import Explainer, ExplainPolicy
 from pytest_gpumem.plugin.runtest.gpu_use import gpu_uses, report_full_gpu
 from pytest_gpumem.plugin.runtest.hook_results import environment_of
-from pytest_gpumem.plugin.runtest.judging import (
-    Judging,
+from pytest_gpumem.plugin.runtest.judging import Judging
+from pytest_gpumem.plugin.runtest.measurements import Measurements
+from pytest_gpumem.plugin.runtest.own_memory import OwnMemory
+from pytest_gpumem.plugin.runtest.recorded_verdict import (
     complete_report,
     failure_of,
     forget_verdict,
-    not_measured,
     raise_failure_again,
     record_verdict,
     unittest_errors,
+    verdict_after,
 )
+from pytest_gpumem.plugin.runtest.repeated_call import RepeatedCall, explain_call
 from pytest_gpumem.plugin.runtest.run import TestRun
 from pytest_gpumem.plugin.runtest.shown_traceback import end_at_call
+from pytest_gpumem.plugin.runtest.single_run import measured_call
+from pytest_gpumem.plugin.runtest.time_policy import TimePolicy
 from pytest_gpumem.reporting.reports.failure import measured_section
 from pytest_gpumem.reporting.reports.results import PROPERTY
 
@@ -169,7 +175,9 @@ class Measuring:
         try:
             ownership = self.fixtures.begin(item, device)
             environment = self._environment(device)
-            times = device.tells_time and judging.should_time(environment.slug)
+            judging.slug = settings.compared_slug(environment.slug)
+            time_policy = TimePolicy(judging)
+            times = device.tells_time and time_policy.should_time()
             context = MeasuringContext(
                 device,
                 TimeBudget(settings.time_budget) if times else None,
@@ -183,7 +191,13 @@ class Measuring:
             lacks_values = device.lacks("values") is not None or settings.device.startswith(EMULATED)
             reads = partial(self.fixtures.shared.reads, item, device) if lacks_values else None
             run = TestRun(
-                judging, Explainer(policy, context, judging), context, ownership, environment, self.processes, reads
+                judging,
+                Explainer(policy, context, judging),
+                time_policy,
+                context,
+                OwnMemory(item, context, ownership),
+                Measurements(settings, context, environment, self.ranks.rank, reads),
+                OtherProcesses(device, self.processes, self.ranks.rank),
             )
             run.gpu_uses = gpu_uses(device)
         except BaseException:
@@ -245,26 +259,28 @@ class Measuring:
         """Judge a test after its call has ended without an error. Fail the test if its verdict requires this."""
         item, judging = run.item, run.judging
         raise_failure_again(item)
-        if run.has_failed_subtest and not run.judged:
+        judged = run.measurements.judged
+        if run.has_failed_subtest and not judged:
             judging.conclude(judging.measured.not_measured(WHY_FAILED["subtest"], failed_by_itself=True))
             return
         if run.lost is None:
             run.lost = self._lost(item, run.device)
-        if run.lost is None and not run.judged and not run.relations:
+        if run.lost is None and not judged and not run.relations:
             run.lost = "it has the gpumem fixture but measured nothing with it"
-        if run.lost is None:
-            run.explain_call()
+        if run.lost is None and not run.measures_itself:
+            explain_call(run)
         judging.conclude(run.verdict(), run.device.memory_title)
 
     def _call_has_failed(self, run: TestRun, error: BaseException, *later_errors: BaseException) -> None:
         """After a failed call, add the test's measurements so far to its report, and record that ``error`` ended the test."""
         item = run.item
         run.failed(error, *later_errors)
-        run.explain_call_out_of_memory(error)
+        if not run.measures_itself and run.memory.call_begin is not None:
+            run.explainer.explain_out_of_memory(error, RepeatedCall(run.memory).subject)
         report_full_gpu(item, run.device, run.gpu_uses, error, "call", self.settings.units)
         self._report_missing_values(item, run.device, error, "call")
-        if run.judged:
-            item.add_report_section("call", PROPERTY, measured_section(run.measurements, self.settings.units))
+        if measurements := [judged.measurement for judged in run.measurements.judged]:
+            item.add_report_section("call", PROPERTY, measured_section(measurements, self.settings.units))
         _record_end(item, run.judging.measured, run, error, "call")
 
     def _lost(self, item: pytest.Item, device: Device) -> str | None:
@@ -350,14 +366,14 @@ def _record_end(
     """
     is_recorded = type(error) is pytest.skip.Exception and _VERDICT_RECORDED in vars(error)
     if run is not None and not is_recorded and error is not failure_of(item):
-        record_verdict(item, not_measured(measured, error, when))
+        record_verdict(item, verdict_after(measured, error, when))
 
 
 def _call_measured(run: TestRun) -> Generator[None, object, object]:
     """Measure a test's call as a whole, and return the result of the call."""
     has_ended = False
     try:
-        with run.tracked() as keep:
+        with measured_call(run) as keep:
             result = yield
             has_ended = True
         if not run.measures_itself and not run.has_failed_subtest and not unittest_errors(run.item):

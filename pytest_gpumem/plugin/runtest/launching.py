@@ -15,6 +15,7 @@ from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_in
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 from pytest_gpumem.plugin.runtest.child_processes import name_of_devices, without_rank_in
+from pytest_gpumem.plugin.runtest.single_run import judge_job, judge_processes, with_names_by_baseline
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,17 +105,17 @@ def launch(
 
     job, figures = run_once(record=False)
     run.lost = run.lost or invalid_figures(job.usages)
-    judged_job = run.judge_job(Workload(_STEP), figures, name)
-    figures = run.with_names_by_baseline(figures, judged_job.measurement.name)
+    judged_job = judge_job(run, Workload(_STEP), figures, name)
+    figures = with_names_by_baseline(run, figures, judged_job.measurement.name)
     of_processes = run.explainer.explain_processes(
-        run.judge_processes(figures.processes, judged_job.measurement.name),
+        judge_processes(run, figures.processes, judged_job.measurement.name),
         [process.name for process in figures.processes],
         lambda: run_once(record=True)[1].processes,
         explain=explain,
     )
     by_name = {process.name: judged for process, judged in zip(figures.processes, of_processes, strict=True)}
     if process_bytes.is_read:
-        run.keep_beside_torch(of_processes, beside_torch(job.usages, process_bytes.by_pid))
+        run.processes.note_beside_torch(of_processes, beside_torch(job.usages, process_bytes.by_pid))
     return job, judged_job, by_name
 
 

@@ -10,16 +10,18 @@ from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
 from pytest_gpumem.measuring.measure.reading import live_everywhere, read_once
+from pytest_gpumem.plugin.runtest.single_run import judge_figures, keep_with_processes
 from pytest_gpumem.torch_support.reachability import blocks_of, reachable_tensors
 from pytest_gpumem.torch_support.static_access import class_name, is_a, parameters_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from pytest_gpumem.facts.measurement import Measurement
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.explain.owners import TensorOwners
     from pytest_gpumem.measuring.explain.tracker import Tracker
+    from pytest_gpumem.measuring.jobs.figures import ProcessFigures
     from pytest_gpumem.plugin.runtest.run import TestRun
 
 T = TypeVar("T")
@@ -67,8 +69,8 @@ def load(
     try:
         device.consensus.rest()
         with (
-            run.processes_window() as window,
-            read_once(device, other_bytes, lambda: run.reached([factory, *values])) as figures,
+            run.processes.window() as window,
+            read_once(device, other_bytes, lambda: run.memory.reached([factory, *values])) as figures,
         ):
             values.append(factory())
     except Exception as error:
@@ -78,13 +80,17 @@ def load(
     loaded = repeated.loaded(value)
     by_device = {gpu: replace(memory, loaded=loaded[gpu]) for gpu, memory in figures().items()}
     workload = Workload("load", parameters=parameters_of(value) if is_a(value, torch.nn.Module) else None)
-    judged = run.judge_figures(workload, by_device, name)
+    judged = judge_figures(run, workload, by_device, name)
     if judged.measurement.peak_allocated > 0:  # otherwise, only another process may have memory
-        with run.ending_new_processes(window):
+        with run.processes.ending_new(window):
             judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
-    own_peaks = {gpu: memory.own_peak for gpu, memory in by_device.items()}
-    run_again = run.recorded_loading(repeated.load, window)
-    return value, partial(run.keep_with_processes, judged, own_peaks, window, run_again, explain=explain)
+
+    def recorded_processes() -> Sequence[ProcessFigures]:
+        with run.processes.ending_new(window):
+            return run.processes.recorded(repeated.load)
+
+    run_again = run.processes.if_alone(recorded_processes)
+    return value, partial(keep_with_processes, run, judged, by_device, window, run_again, explain=explain)
 
 
 class _RepeatedLoading:

@@ -21,6 +21,7 @@ from pytest_gpumem.measuring.measure.looped import FEWEST_STEPS, FirstStep, Prep
 from pytest_gpumem.measuring.measure.reading import Phase
 from pytest_gpumem.measuring.measure.step_boundaries import StepBoundaries
 from pytest_gpumem.measuring.steps.batches import number_of_steps, work_of_items
+from pytest_gpumem.plugin.runtest.single_run import keep_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -132,9 +133,9 @@ class MeasuredLoop:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Measure the steps of the loop in the ``with`` block, and end the block when all steps have been measured."""
-        self._other_blocks = self._run.other_blocks()
-        self._window = self._processes.enter_context(self._run.processes_window())
-        self._first = FirstStep(self._run.device, self._run.other_bytes)
+        self._other_blocks = self._run.memory.other_blocks()
+        self._window = self._processes.enter_context(self._run.processes.window())
+        self._first = FirstStep(self._run.device, self._run.memory.other_bytes)
         try:
             with self._boundaries.watched():
                 yield
@@ -162,7 +163,7 @@ class MeasuredLoop:
             if not self._is_script:
                 raise MeasuringError(f"{_NO_STEP}. {_NO_OPTIMIZER}")
             no_figures = f"{_NO_STEP}, and no process that reports used a GPU"
-            raise MeasuringError("; ".join((*self._run.unmeasured_processes, no_figures)))
+            raise MeasuringError("; ".join((no_figures, *self._run.processes.unmeasured)))
 
     def _end_window(self) -> None:
         """End the window of other processes, if it has not ended. Read the figures of a script without steps."""
@@ -211,7 +212,7 @@ class MeasuredLoop:
             work=work_of_items(self._items),
             phases=[Phase("step", self._loop.next_step)],
             run_counted=partial(self._loop.next_step, counted=True),
-            other_bytes=self._run.other_bytes,
+            other_bytes=self._run.memory.other_bytes,
             held=None,
             steps=self._steps,
             first_figures=self._first.figures(),
@@ -228,7 +229,7 @@ class MeasuredLoop:
         if self._judged is not None:
             self._measurement = self._run.keep_step(self._judged, self._window)
         elif self._script_figures is not None:
-            self._measurement = self._run.keep_script(self._script_figures, self._window)
+            self._measurement = keep_script(self._run, self._script_figures, self._window)
 
 
 _BASES = {

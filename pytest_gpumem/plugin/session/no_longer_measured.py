@@ -14,7 +14,8 @@ from pytest_gpumem.judging.gate.baseline import Budget
 from pytest_gpumem.judging.gate.verdict import NOT_MARKED
 from pytest_gpumem.plugin.config.options import is_measured
 from pytest_gpumem.plugin.config.selection import MeasuredTest, location_of, without_group
-from pytest_gpumem.plugin.runtest.judging import Judging, complete_report, forget_verdict
+from pytest_gpumem.plugin.runtest.judging import Judging
+from pytest_gpumem.plugin.runtest.recorded_verdict import complete_report, forget_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping

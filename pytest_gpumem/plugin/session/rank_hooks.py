@@ -15,7 +15,7 @@ import pytest
 from pytest_gpumem.base.errors import BoardError, RankLost
 from pytest_gpumem.facts.values.rank import Rank
 from pytest_gpumem.judging.gate.rank_verdicts import RankEnd
-from pytest_gpumem.plugin.runtest.judging import failure_of, record_verdict, unittest_errors
+from pytest_gpumem.plugin.runtest.recorded_verdict import failure_of, record_verdict, unittest_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping

@@ -43,6 +43,7 @@ _REGION = (
 _DEVICE_AGAIN = (
     "name the baseline's device in the test's marker or in the settings, or run the test on a machine with this device"
 )
+_NOT_ALL_PROCESSES = "Not certain (required by --gpumem-strict): not all of the test's processes were measured"
 _MARK_AGAIN = "add @pytest.mark.gpumem or the fixture to the test again, or name the test under mark in [tool.gpumem]"
 
 
@@ -90,7 +91,7 @@ def failure_text(
     if missing is not None:
         blocks.append(_with_notes(legible(f"Measurement missing: {missing}"), processes))
     elif processes and not shown:
-        blocks.append(_with_notes(f"Not certain (required by --gpumem-strict): {processes[0]}", processes[1:]))
+        blocks.append(_with_notes(_NOT_ALL_PROCESSES, processes))
     if failed or not blocks:
         several = len(verdict.verdicts) > 1
         blocks += [_block(part, failing, units, several, memory) for part in shown or verdict.verdicts]

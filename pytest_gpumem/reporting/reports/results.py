@@ -289,7 +289,7 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
 
     - ``gated`` tests were compared with a budget or a baseline. They include ``over budget``, ``regressed``, ``improved`` and
       ``uncertain`` tests, and also tests ``with no baseline of time yet``, whose memory and counts were compared.
-    - Measured tests ``with processes that were not measured`` are counted once more. Their other processes do not all report.
+    - Tests ``with processes that were not measured`` are counted once more. A note names each process.
     - Other tests were not compared with a baseline, and a word such as ``new`` says why. For example, ``"2 gated, 3 new (2 also
       gated)"`` counts three new tests, two of which were compared with a budget.
     - With ``update``, ``recorded, new`` tests get their first baseline, ``not recorded, new`` tests did not pass, and the
@@ -327,11 +327,9 @@ def accounting(results: Iterable[TestResult], not_run: int = 0, update: UpdateMo
         parts.append(counted(counts["failed"], "failed by itself", "failed by themselves"))
     if not_run:
         parts.append(f"{not_run} did not finish")
-    with_processes = sum(
-        bool(result.verdict.unmeasured_processes) and not result.verdict.unmeasured for result in measured
-    )
+    with_processes = sum(bool(result.verdict.unmeasured_processes) for result in measured)
     if with_processes:
-        parts.append(f"{with_processes} with processes that were not measured")
+        parts.append(f"{with_processes} with processes that were not measured (see the notes)")
     without_time = sum(result.verdict.lacks_time for result in not_recorded if not result.verdict.failed_by_itself)
     if without_time and Outcome.NEW not in ACCEPTS[update]:
         parts.append(f"{without_time} with {NO_TIME}")
@@ -374,12 +372,20 @@ def first_line(reason: str) -> str:
     return reason.strip().partition("\n")[0].removesuffix(":")
 
 
+def why_unmeasured(verdict: TestVerdict) -> str:
+    """Return the first line of the reason why a test is unmeasured, without processes that notes name."""
+    reason = verdict.unmeasured or ""
+    for process in verdict.unmeasured_processes:
+        reason = reason.replace(f"; {process}", "")
+    return first_line(reason)
+
+
 def _reasons_of(results: Iterable[TestResult]) -> str:
     """Return why tests were not compared: ``"2 tests unmeasured, no CUDA device; 1 test new, there is no baseline"``."""
     counts: Counter[str] = Counter()
     for result in results:
         if result.verdict.unmeasured:
-            counts[f"unmeasured, {first_line(result.verdict.unmeasured)}"] += 1
+            counts[f"unmeasured, {why_unmeasured(result.verdict)}"] += 1
         else:
             default = "nothing to compare with" if result.verdict.verdicts else "checked by relations only"
             reason = next((part.reason for part in result.verdict.verdicts if part.reason), default)
@@ -394,7 +400,7 @@ def _why(outcome: Outcome, results: list[TestResult]) -> str:
         if result.verdict.outcome is outcome and not result.verdict.failed_by_itself
     ]
     if outcome is Outcome.UNMEASURED:
-        reasons = sorted({first_line(verdict.unmeasured) for verdict in verdicts if verdict.unmeasured})
+        reasons = sorted({why_unmeasured(verdict) for verdict in verdicts if verdict.unmeasured})
         return f" ({'; '.join(reasons[:2])}{'; ...' if len(reasons) > 2 else ''})"
     if outcome is Outcome.RECORDED:
         return " (no budget, and no --gpumem-baseline)"

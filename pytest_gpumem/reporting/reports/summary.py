@@ -10,8 +10,8 @@ from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.baselines.update import ACCEPTS
 from pytest_gpumem.judging.gate.speed import not_compared_with
 from pytest_gpumem.judging.gate.verdict import CHANGED, Outcome, worst
-from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Span, Style, Table
-from pytest_gpumem.reporting.reports.results import first_line
+from pytest_gpumem.reporting.reports.layout import LEAST_NAME, Column, Screen, Span, Style, Table
+from pytest_gpumem.reporting.reports.results import first_line, why_unmeasured
 from pytest_gpumem.reporting.reports.values import deciding_change, has_column, peaks_by_device, shown
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
         if test.missing_text is not None:
             by_test[f"{Outcome.MISSING.words}: {first_line(test.missing_text)}"] += 1
         elif test.unmeasured:
-            by_test[f"{Outcome.UNMEASURED.words}: {first_line(test.unmeasured)}"] += 1
+            by_test[f"{Outcome.UNMEASURED.words}: {why_unmeasured(test)}"] += 1
         for verdict in () if test.unmeasured else test.verdicts:
             if verdict.reason and not _is_in_failure(test, verdict.reason):
                 reason = f"{_not_compared(verdict)}: {verdict.reason}"
@@ -175,7 +175,7 @@ def reasons(tests: Iterable[TestVerdict], units: UnitSystem, update: UpdateMode 
 
 def _is_in_failure(test: TestVerdict, text: str) -> bool:
     """Return whether a test's failure text already contains ``text``, a reason or a note."""
-    return test.failure is not None and text in test.failure
+    return test.failure is not None and (text in test.failure or Screen().legible(text) in test.failure)
 
 
 def _both_peaks(verdict: Verdict, units: UnitSystem) -> str:

@@ -50,7 +50,7 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
     """Return the texts for a metric's row in a table."""
     return MetricTexts(
         METRICS[verdict.metric].title + on_device(verdict),
-        shown(verdict.metric, verdict.baseline, units, verdict.of),
+        "" if verdict.at_same_time else shown(verdict.metric, verdict.baseline, units, verdict.of),
         shown(verdict.metric, verdict.value, units, verdict.of),
         change(verdict, units),
         tolerated(verdict.metric, verdict.allowed, verdict.baseline, units),
@@ -60,8 +60,11 @@ def texts_of(verdict: MetricVerdict, units: UnitSystem) -> MetricTexts:
 
 
 def on_device(verdict: MetricVerdict) -> str:
-    """Return the metric's GPU as ``" on cuda:1"`` if the step used several GPUs; else an empty text."""
-    return "" if verdict.gpu is None else f" on {verdict.gpu}"
+    """Return words after a metric's name: ``" on cuda:1"`` if the step used several GPUs, and ``" at the same time"`` for the
+    bytes that several processes held together.
+    """
+    gpu = "" if verdict.gpu is None else f" on {verdict.gpu}"
+    return f"{gpu} at the same time" if verdict.at_same_time else gpu
 
 
 def peaks_by_device(measurement: Measurement, units: UnitSystem) -> str | None:
@@ -122,7 +125,7 @@ def _relative(metric: str, change: float, old: float, units: UnitSystem) -> str:
 
 def change(verdict: MetricVerdict, units: UnitSystem) -> str:
     """Return the change since the baseline: ``"+14.7 %"``, or ``"+4.00 MB"`` if the baseline is 0; empty without a baseline."""
-    if verdict.baseline is None:
+    if verdict.baseline is None or verdict.at_same_time:
         return ""
     if not verdict.baseline and not verdict.value:
         return format_ratio(0)

@@ -256,7 +256,7 @@ def _cells(verdict: Verdict | None, units: UnitSystem) -> tuple[HtmlCell, ...]:
 
 
 def _change_cell(metric: MetricVerdict, text: str) -> HtmlCell:
-    ratio = metric.value / metric.baseline - 1 if metric.baseline else None
+    ratio = metric.value / metric.baseline - 1 if metric.baseline and not metric.at_same_time else None
     return HtmlCell(text, ratio, bad=metric.outcome in FAILING)
 
 
