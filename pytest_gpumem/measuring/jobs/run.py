@@ -20,6 +20,7 @@ from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
 from pytest_gpumem.measuring.jobs.figures import killed_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
+from pytest_gpumem.torch_support.private_api.native_frames import naming_native_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,7 +144,13 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
     """
     library = counter_library()
     of_library = {} if isinstance(library, str) else {LIBRARY: str(library)}
-    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **of_library, **with_startup(environment)}
+    return {
+        USAGE: str(folder),
+        LIVE: str(_LIVE_SECONDS),
+        **of_library,
+        **naming_native_frames(environment),
+        **with_startup(environment),
+    }
 
 
 def _running(usages: Iterable[ProcessUsage]) -> Iterator[str]:
