@@ -46,18 +46,18 @@ class Frames(TorchDispatchMode):
 VARIABLE = "TORCH_SYMBOLIZE_MODE"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def variable():
+@pytest.fixture(autouse=True)
+def variable(monkeypatch):
     """The environment of a measured process."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(VARIABLE, naming_native_frames({})[VARIABLE])
-        yield
+    monkeypatch.setenv(VARIABLE, naming_native_frames({})[VARIABLE])
 
 
 @pytest.fixture(scope="module")
 def frames():
     """The C++ frames of each operator in a product, its sum, and their backward."""
-    assert names_native_frames()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(VARIABLE, naming_native_frames({})[VARIABLE])
+        assert names_native_frames()
     x, w = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
     with Frames() as forward:
         result = (x @ w).relu_().sum(dim=0).add(1).sum()
@@ -125,7 +125,7 @@ def test_frames_of_libraries_and_programs_are_no_source_files():
     assert len(python) < len(frames)
 
 
-def test_a_process_that_began_without_the_variable_sets_none_and_records_no_native_frames(monkeypatch):
+def test_a_process_that_began_without_the_variable_sets_none(monkeypatch):
     changed = []
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(os, "putenv", lambda *change: changed.append(change))
