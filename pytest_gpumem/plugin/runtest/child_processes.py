@@ -1,4 +1,4 @@
-"""Measure the processes that a test, its fixtures or its session started, as part of a test's call or region."""
+"""Measure the processes started by a test, its fixtures or its session, as part of a test's call or region."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.jobs.figures import Names
     from pytest_gpumem.measuring.jobs.windows import Window, WindowUsage
+    from pytest_gpumem.measuring.measure.reading import ByDevice
 
 _POOL_WORKER = "PoolWorker-"
 """A part of the name that `multiprocessing.Pool` gives to a worker: ``SpawnPoolWorker-1``."""
 
 
 class SessionProcesses:
-    """The processes that this session starts. While the session measures, environment variables let them report.
+    """The processes started by this session. While the session measures, environment variables let them report.
 
     `close` restores the environment.
     """
@@ -72,25 +73,34 @@ class SessionProcesses:
         """Return the context `ProcessWindows.ending_new_processes`."""
         return self._windows.ending_new_processes()
 
-    def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
+    def publish(self, device: Device) -> None:
+        """Publish the bytes of the test's own process on a test's device and on further GPUs, from now on."""
+        shared, visible = self._windows.shared, os.environ.get(CUDA_VISIBLE_DEVICES)
+        indices = [on_device.torch_device.index for on_device in device.everywhere]
+        in_machine = [_in_machine(index, visible) for index in range(max(index or 0 for index in indices) + 1)]
+        shared.publish_own(device.torch_device.type, in_machine)
+        for on_device in device.everywhere:
+            on_device.publishing = shared
+
+    def end_step(self, device: Device, own: ByDevice, earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.
 
         If there are no other processes, return ``None``.
         """
         step = self._windows.divide()
         is_alone = not (step.usages or step.killed or step.silent or step.unknown)
-        return None if is_alone else figures_of_processes(step, device, own_peaks, earlier)
+        return None if is_alone else figures_of_processes(step, device, own, earlier)
 
 
 def figures_of_processes(
-    window: WindowUsage, device: Device, own_peaks: Mapping[str, int], earlier: Names | None = None
+    window: WindowUsage, device: Device, own: ByDevice, earlier: Names | None = None
 ) -> JobFigures:
     """Return all processes' figures in a window. They are empty if no process used the device.
 
     Args:
         window: The processes in the test's call, region or step.
         device: The test's device.
-        own_peaks: The peak of the test's own process in bytes, by GPU: ``{"cuda:0": 4096}``.
+        own: The figures of the test's own process.
         earlier: The names in the step before.
 
     Raises:
@@ -100,13 +110,15 @@ def figures_of_processes(
         return JobFigures({}, ())
     check_processes(window, device)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
-    own = {
-        _in_machine(on_device.torch_device.index, visible): OwnPeak(gpu, own_peaks[gpu])
+    own_peaks = {
+        _in_machine(on_device.torch_device.index, visible): OwnPeak(
+            gpu, own[gpu].own_peak, own[gpu].published_by_others
+        )
         for on_device in device.everywhere
-        if (gpu := str(on_device.torch_device)) in own_peaks
+        if (gpu := str(on_device.torch_device)) in own
     }
     usages = without_rank_in(os.environ, window.usages)
-    return job_figures(usages, name_of_devices(device), own, earlier, window.simultaneous, os.getpid())
+    return job_figures(usages, name_of_devices(device), own_peaks, earlier, window.simultaneous, os.getpid())
 
 
 def name_of_devices(device: Device) -> str:

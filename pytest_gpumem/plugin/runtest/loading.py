@@ -82,9 +82,8 @@ def load(
     if judged.measurement.peak_allocated > 0:  # otherwise, only another process may have memory
         with run.ending_new_processes(window):
             judged = run.explainer.explain_once(judged, repeated.subject, explain=explain)
-    own_peaks = {gpu: memory.own_peak for gpu, memory in by_device.items()}
     run_again = run.recorded_loading(repeated.load, window)
-    return value, partial(run.keep_with_processes, judged, own_peaks, window, run_again, explain=explain)
+    return value, partial(run.keep_with_processes, judged, by_device, window, run_again, explain=explain)
 
 
 class _RepeatedLoading:

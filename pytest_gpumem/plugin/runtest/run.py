@@ -12,6 +12,7 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.measurement import HELD_NOTHING, Measurement, Workload, check_name
 from pytest_gpumem.facts.values.rank import name_on, rank_in, without_rank
 from pytest_gpumem.judging.gate.verdict import Outcome
+from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.explain.first_use import NewTensors, blocks_retained_by_run
 from pytest_gpumem.measuring.explain.recording import EarlierBlocks, Subject
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
@@ -20,7 +21,7 @@ from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFig
 from pytest_gpumem.measuring.jobs.windows import Window
 from pytest_gpumem.measuring.measure.growth import WINDOW
 from pytest_gpumem.measuring.measure.random_numbers import RandomNumbers
-from pytest_gpumem.measuring.measure.reading import largest_of, live_everywhere, notes_on_missing, read_once
+from pytest_gpumem.measuring.measure.reading import Figures, largest_of, live_everywhere, notes_on_missing, read_once
 from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
 from pytest_gpumem.plugin.runtest.child_processes import check_processes, figures_of_processes, unmeasured_processes
 from pytest_gpumem.plugin.runtest.explaining import call_again
@@ -301,13 +302,12 @@ class TestRun:
         run_again: RunAgain | None = None,
     ) -> Measurement:
         """Add the measurements of code that ran once."""
-        own_peaks = {gpu: memory.own_peak for gpu, memory in figures.items()}
-        return self.keep_with_processes(judge(figures), own_peaks, window, run_again)
+        return self.keep_with_processes(judge(figures), figures, window, run_again)
 
     def keep_with_processes(
         self,
         own: JudgedMeasurement,
-        own_peaks: Mapping[str, int],
+        own_figures: ByDevice,
         window: Window,
         run_again: RunAgain | None = None,
         *,
@@ -319,7 +319,7 @@ class TestRun:
 
         Args:
             own: The own process's measurement with its verdict.
-            own_peaks: The own process's peak in the window in bytes, by GPU: ``{"cuda:0": 4096}``.
+            own_figures: The own process's figures in the window.
             window: The other processes.
             run_again: As for `Explainer.explain_processes`. ``None`` if the processes are explained later.
             explain: Whether to explain the processes; ``None`` if the verdicts and the settings decide.
@@ -333,7 +333,7 @@ class TestRun:
         """
         has_own = own.measurement.peak_allocated > 0
         try:
-            job = figures_of_processes(window.usage, self.device, own_peaks)
+            job = figures_of_processes(window.usage, self.device, own_figures)
         except MeasuringError:
             if has_own:
                 self._keep_all(JudgedStep(own))
@@ -396,13 +396,12 @@ class TestRun:
         Raises:
             MeasuringError: The memory of another process is not known.
         """
-        own_peaks = {gpu: memory.own_peak for gpu, memory in figures.items()}
-        if not figures_of_processes(window.usage, self.device, own_peaks).processes:
+        if not figures_of_processes(window.usage, self.device, figures).processes:
             return None
-        by_gpu = {gpu: {"peak_allocated": peak} for gpu, peak in own_peaks.items()}
+        by_gpu = {gpu: {"peak_allocated": memory.own_peak} for gpu, memory in figures.items()}
         notes = (*notes_on_missing(figures.values()), "no step was seen, so the whole script is measured")
         own = self.judge_job(Workload("script"), JobFigures(by_gpu, (), notes), None)
-        return self.keep_with_processes(own, own_peaks, window, _SCRIPT_RUNS_ONCE)
+        return self.keep_with_processes(own, figures, window, _SCRIPT_RUNS_ONCE)
 
     def judge_processes(self, processes: Sequence[ProcessFigures], name: str) -> list[JudgedMeasurement]:
         """Judge the figures of each process in a job. ``name`` is the job's name."""
@@ -757,8 +756,9 @@ class TestRun:
         with self.processes.window(record=True) as window:
             result = run()
         del result
-        own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
-        return figures_of_processes(window.usage, self.device, own_peaks).processes
+        nothing = Figures(0, 0, None, Peak(0), None, 0)
+        own = {str(device.torch_device): nothing for device in self.device.everywhere}
+        return figures_of_processes(window.usage, self.device, own).processes
 
     def _retained_blocks(self, new_tensors: NewTensors | None, device: Device) -> RetainedBlocks | None:
         """Return the tensors that a call or a region retained on a device.
