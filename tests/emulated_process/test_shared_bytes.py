@@ -184,6 +184,21 @@ print(highest(), outer.restart()[0] >> 10, *outer.restart())
     assert printed == ["30", "40", "10", "10"]
 
 
+def test_a_session_within_a_test_takes_the_own_process_out_of_the_file(run):
+    printed = run(f"""{OWN}
+Path("inner").mkdir()
+inner = SharedBytes(Path("inner"))
+with profiled:
+    kept = block(10)
+inner.publish_own("cpu", [0])
+print(shared.own(0), inner.own(0) >> 10, highest(), highest())
+inner.close()
+shared.publish_own("cpu", [0])
+print(shared.own(0) >> 10, highest())
+""")
+    assert printed == ["None", "10", "10", "0", "10", "10"]
+
+
 def test_a_fork_does_not_publish_for_its_parent_and_a_closed_file_gets_no_bytes(run):
     printed = run(f"""{OWN}
 with profiled:

@@ -42,6 +42,7 @@ def _loaded(library: str) -> ctypes.CDLL:
     loaded.shared_own.restype = ctypes.c_int64
     table, owner, array, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
     loaded.shared_unmap.argtypes = [table]
+    loaded.shared_own.argtypes = [table, number]
     loaded.shared_publish.argtypes = [table, owner, array, number, number, number]
     loaded.shared_owners.argtypes = loaded.shared_restart.argtypes = [table, array]
     loaded.shared_remove.argtypes = [table, owner]
@@ -94,14 +95,15 @@ class SharedBytes:
     def publish_own(self, device_type: str, indices: Sequence[int]) -> None:
         """Publish this process's bytes from now on, so the highest sum contains them. Further equal calls change nothing.
 
-        Nothing is published if torch does not report its allocations.
+        Nothing is published if torch does not report its allocations. A session within a test publishes in its own file
+        instead.
 
         Args:
             device_type: The devices' type in torch. For ``"cpu"``, the bytes are those that PyTorch's profiler records.
             indices: The machine's index of each device in this process.
         """
         requested = device_type, tuple(indices)
-        if self._table is None or requested == self._own:
+        if self._table is None or (requested == self._own and self.own(0) is not None):
             return
         self._own = requested
         self._library.shared_leave(1)
@@ -115,7 +117,7 @@ class SharedBytes:
         Args:
             device: The device's index in this process.
         """
-        nbytes = -1 if self._table is None or device >= _MOST_DEVICES else self._library.shared_own(device)
+        nbytes = -1 if self._table is None or device >= _MOST_DEVICES else self._library.shared_own(self._table, device)
         return None if nbytes < 0 else nbytes
 
     @contextmanager

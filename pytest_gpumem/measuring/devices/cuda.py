@@ -235,7 +235,8 @@ class CudaDevice(Device):
     def published(self) -> int | None:
         # A block used by another stream is freed later, without a report.
         published = super().published()
-        return published if published == self._statistic(f"{_ALLOCATED}.all.current") else None
+        is_current = published is not None and published == self._statistic(f"{_ALLOCATED}.all.current")
+        return published if is_current else None
 
     def blocks(self) -> Blocks:
         size = "requested_size" if self._counter == _REQUESTED else "size"

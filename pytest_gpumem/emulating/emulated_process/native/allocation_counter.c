@@ -788,11 +788,11 @@ void shared_resume(void) {
     pthread_mutex_unlock(&lock);
 }
 
-/* Return the bytes on a device that this process publishes for its own tests; -1 if it publishes none. */
-int64_t shared_own(int device) {
+/* Return the bytes on a device that this process publishes in a table for its own tests; -1 if it publishes none there. */
+int64_t shared_own(struct shared *table, int device) {
     struct publication *own = &publications[1];
     pthread_mutex_lock(&lock);
-    int is_published = own->process && own->in_machine[device] >= 0;
+    int is_published = own->process && own->table == table && own->in_machine[device] >= 0;
     int64_t bytes = is_published ? own->process->live[own->in_machine[device]] : -1;
     pthread_mutex_unlock(&lock);
     return bytes;
