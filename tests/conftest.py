@@ -25,6 +25,7 @@ from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.facts.metrics import METRICS, WHOLE
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.torch_support import garbage_collector
+from pytest_gpumem.torch_support.private_api.native_frames import naming_native_frames
 from tests import preloaded
 from tests.support.processes import (
     LEFT_OUT,
@@ -122,7 +123,7 @@ def _no_job_of_a_ci() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _not_reporting_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test's processes not report to the suite, which measures some of its tests itself."""
-    for name in (USAGE, LIVE, COUNTER, LIBRARY):
+    for name in (USAGE, LIVE, COUNTER, LIBRARY, *naming_native_frames({})):
         monkeypatch.delenv(name, raising=False)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(STARTUP) in paths and EMULATED not in os.environ:

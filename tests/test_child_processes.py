@@ -277,8 +277,8 @@ SERVER = ProcessUsage(
 )
 
 
-def end_step(self, device, own_peaks, earlier):
-    return job_figures([SERVER], own={0: OwnPeak("cpu", own_peaks["cpu"])}, earlier=earlier)
+def end_step(self, device, own, earlier):
+    return job_figures([SERVER], own={0: OwnPeak("cpu", own["cpu"].own_peak)}, earlier=earlier)
 
 
 SessionProcesses.end_step = end_step

@@ -47,17 +47,12 @@ def test_without_a_compiler_a_launched_job_on_the_cpu_is_skipped(project, tmp_pa
     [
         ('"python train.py --lr 1"', "needs a list of words, got a text; write *python', 'train.py', '--lr', '1'*"),
         ('"serve --api-key abc"', "needs a list of words, got a text; write *'serve', '--api-key', '[*][*][*]'*"),
-        ("[]", "needs a list with a program and its arguments, got an empty one"),
         (
             '["serve", "--api-key", "abc", 1]',
             "needs a list with a program and its arguments as texts, got int at index 3; write str(...)",
         ),
-        ("None", "needs a list with a program and its arguments, got NoneType"),
         ('["python"], timeout="5"', "needs a number of seconds above 0 as timeout, got '5'"),
-        ('["python"], timeout=0', "needs a number of seconds above 0 as timeout, got 0"),
         ('["python"], ranks="2"', "needs a whole number of 1 or more as ranks, got '2'"),
-        ('["python"], ranks=0', "needs a whole number of 1 or more as ranks, got 0"),
-        ('["python"], ranks=True', "needs a whole number of 1 or more as ranks, got True"),
         ('["python"], env={"X": 1}', "needs texts in env, got int for 'X'; write str(...)"),
         ('["python"], rank=2', "*launch() got an unexpected keyword argument 'rank'*"),
     ],
@@ -144,11 +139,11 @@ import pytest
 @pytest.mark.gpumem
 def test_it():
     torch.ones(1000)
-    shown = [name for name in os.environ if name.startswith("GPUMEM_USAGE")]
+    shown = {name for name in os.environ if name.startswith(("GPUMEM_USAGE", "TORCH_SYMBOLIZE_MODE"))}
     path = subprocess.run(
         [sys.executable, "-c", "import os; print(os.environ.get('PYTHONPATH', ''))"], capture_output=True, text=True
     )
-    print("SET", bool(shown), "startup" in path.stdout)
+    print("SET", "TORCH_SYMBOLIZE_MODE" in shown and len(shown) > 1, len(shown) > 0, "startup" in path.stdout)
 """
 
 
@@ -158,14 +153,14 @@ def test_other_processes_get_variables_unless_the_option_is_off(project, option,
     project.write(SHOWS_ENVIRONMENT)
     result = project.run("--gpumem-device=cpu", option, "-s")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines([f"*SET {is_set} {is_set}*"])
+    result.stdout.fnmatch_lines([f"*SET {is_set} {is_set} {is_set}*"])
     assert os.environ.get("PYTHONPATH") == before
-    assert not any(name.startswith("GPUMEM_USAGE") for name in os.environ)
+    assert not any(name.startswith(("GPUMEM_USAGE", "TORCH_SYMBOLIZE_MODE")) for name in os.environ)
 
 
 def test_in_a_session_for_gpus_a_test_on_the_cpu_counts_no_other_processes():
     window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
-    assert figures_of_processes(window, CpuDevice(), {"cpu": 4096}) == JobFigures({}, ())
+    assert figures_of_processes(window, CpuDevice(), {}) == JobFigures({}, ())
     (note,) = unmeasured_processes(window, CpuDevice())
     assert note == (
         "not counted: `python train.py` loads torch, and other processes of this session report only their GPU memory, "

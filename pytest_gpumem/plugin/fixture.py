@@ -325,6 +325,7 @@ class Gpumem:
                 process without figures, or uses no GPU.
             TypeError: ``command`` is not a list of words, ``timeout`` is not a number above 0, ``ranks`` is not a whole
                 number of 1 or more, or ``env`` has other values than texts and paths.
+            ValueError: A text in ``command``, ``env`` or ``cwd`` is invalid, for example with a NUL character.
 
         Example::
 

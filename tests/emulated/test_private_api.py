@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
+from pytest_gpumem.torch_support.private_api.native_frames import naming_native_frames
 
 LIBRARY = counter_library()
 
@@ -182,7 +183,8 @@ print(cuda_frees(0) - before)
 
 
 def test_a_history_with_native_frames_names_operators_and_nodes(on_gpu):
-    printed = on_gpu("""
+    printed = on_gpu(
+        """
 from pytest_gpumem.torch_support.private_api.allocator import cuda_snapshot, start_cuda_history, stop_cuda_history
 from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames, node_in, operator_in
 weight = torch.ones(64, 64, device="cuda", requires_grad=True)
@@ -192,5 +194,7 @@ for native in (False, names_native_frames()):
     names = {frame["name"] for entry in cuda_snapshot()["device_traces"][0] for frame in entry.get("frames", ())}
     stop_cuda_history()
     print(native, "aten::exp" in map(operator_in, names), "ExpBackward0" in map(node_in, names))
-""")
+""",
+        **naming_native_frames({}),
+    )
     assert printed.splitlines() == ["False False False", "True True True"]

@@ -127,3 +127,81 @@ with open("shared/bytes", "r+b") as file:
 print(publishing().live(0, 7, 0))
 """)
     assert printed == ["None", "None", "None", "None", "None", "7"]
+
+
+OWN = """
+profiled = torch.autograd.profiler.profile(profile_memory=True)
+shared.publish_own("cpu", [0])
+"""
+
+
+def test_the_own_process_publishes_the_allocations_that_a_profiler_records(run):
+    printed = run(f"""{OWN}
+print(shared.own(0), shared.own(1))
+with profiled:
+    kept = block(10)
+    block(30)
+    print(shared.own(0) >> 10, highest(), highest())
+    with shared.own_paused(), shared.own_paused():
+        block(70)
+        more = block(1)
+        print(shared.own(0) >> 10)
+    print(shared.own(0) >> 10, highest())
+block(50)
+print(highest())
+shared.publish_own("cpu", [3])
+print(shared.restart(), shared.restart())
+shared.publish_own("meta", [0])
+print(shared.own(0), highest())
+""")
+    assert printed[:9] == ["0", "None", "10", "40", "10", "10", "11", "11", "11"]
+    assert " ".join(printed[9:]) == "{0: 11264, 3: 11264} {3: 11264} None 0"
+
+
+def test_a_measured_process_publishes_for_its_test_and_for_its_own_tests(run):
+    printed = run(f"""{OWN}
+Path("outer").mkdir()
+outer = SharedBytes(Path("outer"))
+published = publishing(Path("outer"))
+with profiled:
+    kept = block(10)
+    more = block(20)
+    del more
+block(30)
+print(highest(), outer.restart()[0] >> 10)
+published.end()
+print(highest(), outer.restart()[0] >> 10, *outer.restart())
+""")
+    assert printed == ["30", "40", "10", "10"]
+
+
+def test_a_session_within_a_test_takes_the_own_process_out_of_the_file(run):
+    printed = run(f"""{OWN}
+Path("inner").mkdir()
+inner = SharedBytes(Path("inner"))
+with profiled:
+    kept = block(10)
+inner.publish_own("cpu", [0])
+print(shared.own(0), inner.own(0) >> 10, highest(), highest())
+inner.close()
+shared.publish_own("cpu", [0])
+print(shared.own(0) >> 10, highest())
+""")
+    assert printed == ["None", "10", "10", "0", "10", "10"]
+
+
+def test_a_fork_does_not_publish_for_its_parent_and_a_closed_file_gets_no_bytes(run):
+    printed = run(f"""{OWN}
+with profiled:
+    kept = block(10)
+    with shared.own_paused():
+        if os.fork() == 0:
+            block(50)
+            os._exit(shared.own(0) is not None)
+        print(os.wait()[1])
+    print(highest())
+    shared.close()
+    block(20)
+print(shared.own(0), shared.restart())
+""")
+    assert printed == ["0", "10", "None", "{}"]

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+from contextlib import suppress
 
 import pytest
 
@@ -44,8 +44,43 @@ def fork_and_exec(code):
     return pid
 
 
-ENDS = "import time; time.sleep(2)"
-PRINTS = f"import os; print(os.getpid(), flush=True); {ENDS}"
+class Gate:
+    """Lets a process wait until it has been looked at twice."""
+
+    def __init__(self, path):
+        self.path = path
+        self.code = f"open({str(path)!r}).read()"
+        """Code that waits."""
+        self._writer = None
+        self._looks = 0
+        self._lock = threading.Lock()
+        os.mkfifo(path)
+
+    def look(self, _pids=()):
+        """Count a look, if a process waits."""
+        with self._lock:
+            if self._writer is None:
+                with suppress(OSError):  # no process waits
+                    self._writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            else:
+                self._looks += 1
+                if self._looks == 2:
+                    os.close(self._writer)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate(tmp_path / "gate")
+
+    def let_pass():
+        for _ in range(3):
+            gate.look()
+
+    # The process ends, and the test fails, if nobody looks.
+    timer = threading.Timer(60, let_pass)
+    timer.start()
+    yield gate
+    timer.cancel()
 
 
 @pytest.mark.parametrize(
@@ -69,9 +104,9 @@ PRINTS = f"import os; print(os.getpid(), flush=True); {ENDS}"
         ),
     ],
 )
-def test_a_short_process_with_torch_that_does_not_report_is_named(windows, start):
-    with windows.window() as window:
-        start(maps_torch(ENDS))
+def test_a_short_process_with_torch_that_does_not_report_is_named(windows, gate, start):
+    with windows.window(look=gate.look) as window:
+        start(maps_torch(gate.code))
     (command,) = unseen(window)
     assert "libtorch_cpu.so" in command
     with windows.window() as later:
@@ -82,36 +117,37 @@ def test_a_short_process_with_torch_that_does_not_report_is_named(windows, start
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([sys.executable, "-c", ENDS], id="Python without torch"),
+        pytest.param([sys.executable, "-c", "{code}"], id="Python without torch"),
         pytest.param(["git", "--version"], id="git"),
-        pytest.param(["sleep", "0.5"], id="sleep"),
+        pytest.param(["cat", "{path}"], id="cat"),
     ],
 )
-def test_a_process_without_torch_is_not_named_and_no_thread_remains(windows, command):
-    with windows.window() as window:
-        subprocess.run(command, env={"PATH": os.environ["PATH"]}, check=True)
+def test_a_process_without_torch_is_not_named_and_no_thread_remains(windows, gate, command):
+    words = [word.format(code=gate.code, path=gate.path) for word in command]
+    with windows.window(look=gate.look) as window:
+        subprocess.run(words, env={"PATH": os.environ["PATH"]}, check=True)
     assert unseen(window) == []
     assert not any(thread.name == "gpumem-watch" for thread in threading.enumerate())
 
 
-def test_a_fork_of_the_tests_process_that_uses_no_cuda_is_not_named(windows):
+def test_a_fork_of_the_tests_process_that_uses_no_cuda_is_not_named(windows, gate):
     pytest.importorskip("torch")
-    with windows.window() as window:
+    with windows.window(look=gate.look) as window:
         pid = os.fork()
         if pid == 0:
-            time.sleep(0.5)
+            gate.path.read_bytes()
             os._exit(0)
         os.waitpid(pid, 0)
     assert unseen(window) == []
 
 
-def test_a_process_that_nobody_waits_for_is_named_once(windows):
-    with windows.window() as window:
-        pid = spawn(maps_torch(ENDS))
+def test_a_process_that_nobody_waits_for_is_named_once(windows, gate):
+    with windows.window(look=gate.look) as window:
+        pid = spawn(maps_torch(gate.code))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert len(unseen(window)) == 1
     with windows.window() as later:
-        time.sleep(0.3)
+        pass
     os.waitpid(pid, 0)
     assert unseen(later) == []
 
@@ -242,21 +278,27 @@ def test_a_look_that_is_stuck_delays_forks_and_the_end_only_once(monkeypatch, tm
         goes_on.set()
 
 
-def test_a_function_sees_the_pids_of_all_descendants_while_they_run(windows):
+def test_a_function_sees_the_pids_of_all_descendants_while_they_run(windows, gate):
     seen = set()
-    with windows.window(look=seen.update):
+
+    def look(pids):
+        seen.update(pids)
+        gate.look()
+
+    with windows.window(look=look):
+        child = f"import os; print(os.getpid(), flush=True); {gate.code}"
         grandchild = (
-            f"import os, subprocess, sys; print(os.getpid()); subprocess.run([sys.executable, '-c', {PRINTS!r}])"
+            f"import os, subprocess, sys; print(os.getpid()); subprocess.run([sys.executable, '-c', {child!r}])"
         )
         done = subprocess.run([sys.executable, "-c", grandchild], capture_output=True, text=True, check=True)
     assert seen >= {int(pid) for pid in done.stdout.split()}
     assert len(done.stdout.split()) == 2
 
 
-def test_if_the_folder_was_removed_this_is_said_instead_of_another_cause(windows):
-    with windows.window() as window:
+def test_if_the_folder_was_removed_this_is_said_instead_of_another_cause(windows, gate):
+    with windows.window(look=gate.look) as window:
         shutil.rmtree(windows._folder)
-        subprocess.run([sys.executable, "-c", maps_torch(ENDS)], env=windows.variables(os.environ), check=True)
+        subprocess.run([sys.executable, "-c", maps_torch(gate.code)], env=windows.variables(os.environ), check=True)
     (sentence,) = window.usage.unknown
     assert f"the folder {windows._folder} was removed while the session ran" in sentence
     assert unseen(window) == []

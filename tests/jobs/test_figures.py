@@ -350,7 +350,9 @@ def held(*usages: ProcessUsage, at_most: int, **more: object) -> object:
 def test_processes_held_at_most_the_bytes_that_they_published_at_the_same_time():
     two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
     assert held(*two, at_most=150) == {"cuda:0": 150}
-    assert held(*two, at_most=150, own=OWN) == {"cuda:0": 1150}
+    assert held(*two, at_most=150, own=OWN) == {"cuda:0": 1150}, "the own process did not publish its bytes"
+    for others in (0, 400):
+        assert held(*two, at_most=1060 + others, own={0: OwnPeak("cuda:0", 1000, others)}) == {"cuda:0": 1060}
     assert job_figures(two, simultaneous={0: 150}).by_gpu == job_figures(two).by_gpu
 
 

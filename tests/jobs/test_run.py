@@ -106,10 +106,29 @@ def test_a_daemon_that_reports_is_told_to_run_and_not_to_be_killed(tmp_path):
     assert "killed" not in failure(["serve"], done)
 
 
-@pytest.mark.parametrize("command", [["no-such-program"], ["/"]])
-def test_a_command_that_cannot_be_started_is_named_with_the_systems_reason(tmp_path, command):
-    with pytest.raises(JobError, match=rf"`{command[0]}` cannot be started: (No such file|Permission denied)"):
-        job(command, tmp_path)
+@pytest.mark.parametrize(
+    ("program", "content", "mode", "reason"),
+    [
+        ("no-such-program", None, 0, "No such file or directory, because no folder in PATH has this program"),
+        ("/", None, 0, "Permission denied, because it is a folder"),
+        ("./none", None, 0, "No such file or directory"),
+        ("./script", "", 0o600, "Permission denied. Make the file executable, or start it by its interpreter"),
+        ("./script", "x", 0o700, "Exec format error. A script needs a first line such as #!/bin/sh"),
+        (
+            "./script",
+            "#!/no/such\n",
+            0o700,
+            "No such file or directory, because the interpreter in its first line does not exist",
+        ),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_named_with_the_reason(tmp_path, program, content, mode, reason):
+    if content is not None:
+        (tmp_path / program).write_text(content, encoding="utf-8")
+        (tmp_path / program).chmod(mode)
+    with pytest.raises(JobError) as raised:
+        job([program], tmp_path)
+    assert str(raised.value) == f"`{program}` cannot be started: {reason}"
 
 
 def test_after_its_time_a_command_is_ended_with_its_children(tmp_path):
@@ -157,6 +176,8 @@ def test_a_watcher_sees_the_pid_of_the_command_and_of_its_child_while_they_run(t
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(JobError, match=r"cannot be started: cwd='.*none' is not a folder"):
         run_job(python("-c", "1"), os.environ, tmp_path / "none")
+    with pytest.raises(JobError, match=r"cannot be started: cwd='.*nnn' is not a folder"):
+        run_job(python("-c", "1"), os.environ, tmp_path / ("n" * 5000))
 
 
 def test_another_child_of_this_process_is_not_of_the_job(tmp_path):

@@ -407,7 +407,7 @@ class Sums:
 
 
 def test_a_peak_while_processes_are_asked_is_in_the_windows_on_both_sides(windows, start, monkeypatch):
-    monkeypatch.setattr(windows, "_shared", Sums(1, 30, 20, 25, 10, 5, 2, 3))
+    monkeypatch.setattr(windows, "shared", Sums(1, 30, 20, 25, 10, 5, 2, 3))
     start(windows)
     simultaneous = []
     for _ in range(2):
@@ -419,7 +419,7 @@ def test_a_peak_while_processes_are_asked_is_in_the_windows_on_both_sides(window
 
 def test_a_process_that_answers_runs_also_if_its_pid_is_from_another_namespace(windows, start, monkeypatch):
     shared = Sums(0, 0, 0, 0)
-    monkeypatch.setattr(windows, "_shared", shared)
+    monkeypatch.setattr(windows, "shared", shared)
     child = start(windows)
     monkeypatch.setattr(windows_module, "is_running", lambda pid, started: False)
     with windows.window() as window:

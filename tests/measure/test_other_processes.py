@@ -66,8 +66,9 @@ def beside(*steps, own=OWN):
     """The figures in each step with these processes."""
     reports = iter(steps)
 
-    def end_step(own_peaks, earlier):
-        return job_figures(next(reports), "cuda:{}", {0: OwnPeak("cuda:0", own_peaks.get("cuda:0", 0))}, earlier)
+    def end_step(own, earlier):
+        own_peak = own["cuda:0"].own_peak if own else 0
+        return job_figures(next(reports), "cuda:{}", {0: OwnPeak("cuda:0", own_peak)}, earlier)
 
     processes = StepProcesses(end_step)
     return [processes.beside(own) for _ in steps]
@@ -166,11 +167,11 @@ def step(device):
     def measure(kept):
         live = [0]
 
-        def end_step(own_peaks, earlier):
+        def end_step(own, earlier):
             live.append(live[-1] + kept)
             usage = server(1, live[-2], live[-1], live[-1] + 1000, published=live[-1])
-            own = OwnPeak("cpu", own_peaks["cpu"] + 5)
-            return job_figures([usage], "cpu", {0: own}, earlier, {0: live[-1] + 1000})
+            own_peak = OwnPeak("cpu", own["cpu"].own_peak + 5)
+            return job_figures([usage], "cpu", {0: own_peak}, earlier, {0: live[-1] + 1000})
 
         context = MeasuringContext(device, None, end_step=end_step)
         prepared = PreparedStep(

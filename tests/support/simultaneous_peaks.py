@@ -120,16 +120,6 @@ def test_server(server):
     server.ask(6)
 
 
-@pytest.mark.gpumem
-def test_own(server):
-    mine = parts.block(2)
-    del mine
-    child = parts.CONTEXT.Process(target=parts.block, args=(2,))
-    child.start()
-    child.join()
-    server.ask(6)
-
-
 def test_step(gpumem, server):
     def step():
         child = parts.CONTEXT.Process(target=parts.block, args=(2,))
@@ -158,13 +148,10 @@ def of_all(report):
     """The sum of the peaks and the most bytes at the same time in MiB, for all processes of each test."""
     found = {}
     for test, verdict in verdicts_of(report).items():
-        whole = next(
-            part["measurement"]
-            for part in verdict["verdicts"]
-            if part["measurement"]["workload"]["step"] in ("launch", "processes")
-        )
-        (held,) = whole["simultaneous"].values()
-        found[test] = whole["metrics"]["peak_allocated"] / MIB, held / MIB
+        parts = [part["measurement"] for part in verdict["verdicts"]]
+        for whole in (part for part in parts if part["workload"]["step"] in ("launch", "processes")):
+            (held,) = whole["simultaneous"].values()
+            found[test] = whole["metrics"]["peak_allocated"] / MIB, held / MIB
     return found
 
 
@@ -200,7 +187,82 @@ def test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum(session
     assert "  peak allocated at the same time  " in below.stdout, below.stdout
 
 
-def test_idle_and_killed_servers_do_not_count_and_the_own_peak_does(session, tmp_path):
+def test_idle_and_killed_servers_do_not_count(session, tmp_path):
     done = session(SERVER_TEST)
     assert done.returncode == 0, done.stdout
-    assert of_all(tmp_path / "report.xml") == {"test_server": (12, 10), "test_own": (14, 12), "test_step": (12, 10)}
+    assert of_all(tmp_path / "report.xml") == {"test_server": (12, 10), "test_step": (12, 10)}
+
+
+OWN_TEST = """
+import pytest
+import torch
+
+import parts
+
+@pytest.fixture(scope="module")
+def of_another_test():
+    return parts.block(3)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return parts.block(1)
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = parts.Server("server")
+    yield server
+    server.pipe.send(0)
+    server.process.join()
+
+
+@pytest.mark.gpumem
+def test_without_a_server(of_another_test):
+    parts.block(20)
+
+
+def work(server, how):
+    mine = parts.block(7)
+    if how == "by turns":
+        del mine
+    server.ask(6)
+    return parts.block(2)
+
+
+BOTH = pytest.mark.parametrize("how", ["by turns", "together"])
+
+
+@pytest.mark.gpumem
+@BOTH
+def test_call(server, model, how):
+    work(server, how)
+
+
+@BOTH
+def test_region(gpumem, server, model, how):
+    with gpumem.track("region"):
+        work(server, how)
+
+
+@BOTH
+def test_step(gpumem, server, model, how):
+    gpumem.measure(lambda: (model, work(server, how)))
+
+
+@BOTH
+def test_loading(gpumem, server, model, how):
+    gpumem.load(lambda: (model, work(server, how)))
+"""
+
+
+def test_the_own_process_counts_with_the_bytes_that_it_holds(session, tmp_path):
+    """It holds 8 MiB, and by turns 1 MiB while the server holds 10 MiB instead of 4 MiB. Together, it holds 10 MiB at the end."""
+    done = session(OWN_TEST, "--gpumem-update=new")
+    assert done.returncode == 0, done.stdout
+    expected = {"by turns": (18, 12), "together": (20, 18)}
+    tests = ("test_call", "test_region", "test_step", "test_loading")
+    assert of_all(tmp_path / "report.xml") == {f"{test}[{how}]": expected[how] for test in tests for how in expected}
+    first = figures_of(tmp_path / "report.xml")
+    assert session(OWN_TEST, "--gpumem-baseline", "-p", "no:randomly").returncode == 0
+    assert figures_of(tmp_path / "report.xml") == first

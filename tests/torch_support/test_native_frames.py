@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pytest_gpumem.measuring.jobs.run import reporting_to
 from pytest_gpumem.torch_support.private_api import native_frames
 from pytest_gpumem.torch_support.private_api.native_frames import (
     casts_for_autocast,
     gets_workspace,
     is_library,
     names_native_frames,
+    naming_native_frames,
     node_in,
     operator_in,
     runs_node,
@@ -41,10 +43,21 @@ class Frames(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+VARIABLE = "TORCH_SYMBOLIZE_MODE"
+
+
+@pytest.fixture(autouse=True)
+def variable(monkeypatch):
+    """The environment of a measured process."""
+    monkeypatch.setenv(VARIABLE, naming_native_frames({})[VARIABLE])
+
+
 @pytest.fixture(scope="module")
 def frames():
     """The C++ frames of each operator in a product, its sum, and their backward."""
-    assert names_native_frames()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(VARIABLE, naming_native_frames({})[VARIABLE])
+        assert names_native_frames()
     x, w = torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)
     with Frames() as forward:
         result = (x @ w).relu_().sum(dim=0).add(1).sum()
@@ -112,22 +125,27 @@ def test_frames_of_libraries_and_programs_are_no_source_files():
     assert len(python) < len(frames)
 
 
-def test_the_programs_variable_is_as_before(monkeypatch):
-    set_to = []
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "putenv", lambda name, value: set_to.append((name, value)))
-        patched.setattr(os, "unsetenv", lambda name: set_to.append((name, None)))
-        names_native_frames()
-    assert set_to == [("TORCH_SYMBOLIZE_MODE", "dladdr"), ("TORCH_SYMBOLIZE_MODE", None)]
-    assert "TORCH_SYMBOLIZE_MODE" not in os.environ
+def test_a_process_that_began_without_the_variable_sets_none(monkeypatch):
+    changed = []
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(os, "putenv", lambda *change: changed.append(change))
+    monkeypatch.setattr(os, "unsetenv", changed.append)
+    assert not names_native_frames()
+    assert changed == []
 
 
 def test_a_program_that_has_chosen_another_way_keeps_it(monkeypatch):
-    monkeypatch.setenv("TORCH_SYMBOLIZE_MODE", "addr2line")
+    monkeypatch.setenv(VARIABLE, "addr2line")
     gathered = []
     monkeypatch.setattr("torch._C._profiler.gather_traceback", lambda **_: gathered.append("stack"))
     assert not names_native_frames()
     assert gathered == []
+    assert naming_native_frames(os.environ) == {}
+
+
+def test_measured_processes_start_with_the_variable_unless_it_is_set(tmp_path):
+    assert reporting_to(tmp_path, {})[VARIABLE] == "dladdr"
+    assert VARIABLE not in reporting_to(tmp_path, {VARIABLE: "fast"})
 
 
 @pytest.mark.parametrize("file", ["??", "unwind.cpp"])

@@ -1,7 +1,7 @@
 """A file in which several processes publish the bytes of their tensors, so the highest sum of all processes is known.
 
 Each process changes its bytes in the file at every allocation and every free, by the library
-`native/allocation_counter.c`. The test's process reads the highest sum on each device.
+`native/allocation_counter.c`. The test's process publishes its own bytes as well, and reads the highest sum on each device.
 
 Example:
     Two processes have peaks of 3 GB and 2 GB on a GPU. While the first has 3 GB, the second has 1 GB. The highest sum is 4 GB,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import MeasuringError
@@ -21,7 +21,7 @@ from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
 from pytest_gpumem.emulating.emulated_process.usage import opened_if_own
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
 _NAME = "bytes"
@@ -29,21 +29,41 @@ _MOST_DEVICES = 64
 _MOST_PROCESSES = 512
 _PID_BITS = 22
 """Linux has no higher pids."""
+_COUNTED, _CUDA, _PROFILED = range(3)
+"""The sources of published bytes (``enum source`` in the library)."""
+_OWN_SOURCES = {"cpu": (_PROFILED, "profiled_install"), "cuda": (_CUDA, "cuda_install")}
+"""The source of the bytes in the test's process, and the function that begins to count them, by the device's type."""
 
 
 def _loaded(library: str) -> ctypes.CDLL:
     loaded = ctypes.CDLL(library)
     loaded.shared_bytes.restype = ctypes.c_size_t
     loaded.shared_map.restype = ctypes.c_void_p
-    for name in ("unmap", "publish", "owners", "remove", "restart"):
-        function = getattr(loaded, f"shared_{name}")
-        table, owner, rest = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p
-        function.argtypes = {
-            "unmap": [table],
-            "publish": [table, owner, rest, ctypes.c_int, ctypes.c_int],
-            "remove": [table, owner],
-        }.get(name, [table, rest])
+    loaded.shared_own.restype = ctypes.c_int64
+    table, owner, array, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    loaded.shared_unmap.argtypes = [table]
+    loaded.shared_own.argtypes = [table, number]
+    loaded.shared_publish.argtypes = [table, owner, array, number, number, number]
+    loaded.shared_owners.argtypes = loaded.shared_restart.argtypes = [table, array]
+    loaded.shared_remove.argtypes = [table, owner]
     return loaded
+
+
+def _publish(
+    library: ctypes.CDLL, table: int, owner: int, indices: Sequence[int], source: int, *, is_own: bool
+) -> bool:
+    """Publish this process's bytes. Return whether the table has room.
+
+    Args:
+        library: The library.
+        table: The mapped file.
+        owner: A number that identifies this process.
+        indices: The machine's index of each device in this process.
+        source: A source, for example `_CUDA`.
+        is_own: Whether the file belongs to tests in this process.
+    """
+    in_machine = (ctypes.c_int32 * max(1, len(indices)))(*indices)
+    return bool(library.shared_publish(table, owner, in_machine, len(indices), source, is_own))
 
 
 class SharedBytes:
@@ -52,6 +72,7 @@ class SharedBytes:
     def __init__(self, folder: Path) -> None:
         """Make the file in a folder that only this user can open."""
         self._table: int | None = None
+        self._own: tuple[str, tuple[int, ...]] | None = None
         library = counter_library()
         if isinstance(library, str):
             return
@@ -70,6 +91,46 @@ class SharedBytes:
             return table
         finally:
             os.close(file)
+
+    def publish_own(self, device_type: str, indices: Sequence[int]) -> None:
+        """Publish this process's bytes from now on, so the highest sum contains them. Further equal calls change nothing.
+
+        Nothing is published if torch does not report its allocations. A session within a test publishes in its own file
+        instead.
+
+        Args:
+            device_type: The devices' type in torch. For ``"cpu"``, the bytes are those that PyTorch's profiler records.
+            indices: The machine's index of each device in this process.
+        """
+        requested = device_type, tuple(indices)
+        if self._table is None or (requested == self._own and self.own(0) is not None):
+            return
+        self._own = requested
+        self._library.shared_leave(1)
+        source, install = _OWN_SOURCES.get(device_type, (None, ""))
+        if source is not None and getattr(self._library, install)():
+            _publish(self._library, self._table, os.getpid(), indices, source, is_own=True)
+
+    def own(self, device: int) -> int | None:
+        """Return the bytes that this process publishes on a device now; ``None`` if it publishes none.
+
+        Args:
+            device: The device's index in this process.
+        """
+        nbytes = -1 if self._table is None or device >= _MOST_DEVICES else self._library.shared_own(self._table, device)
+        return None if nbytes < 0 else nbytes
+
+    @contextmanager
+    def own_paused(self) -> Iterator[None]:
+        """Within the context, leave this process's published bytes as they are. Contexts may be nested."""
+        if self._table is None:
+            yield
+            return
+        self._library.shared_pause()
+        try:
+            yield
+        finally:
+            self._library.shared_resume()
 
     def remove_ended(self, is_running: Callable[[int, int], bool]) -> None:
         """Take the bytes of killed processes out of the sum.
@@ -144,14 +205,14 @@ class PublishedBytes:
         if self._table is None or not started:
             return
         owner = (started << _PID_BITS) + os.getpid()
-        in_machine = (ctypes.c_int32 * max(1, len(indices)))(*indices)
-        if self._library.shared_publish(self._table, owner, in_machine, len(indices), self._is_cuda):
+        source = _CUDA if self._is_cuda else _COUNTED
+        if _publish(self._library, self._table, owner, indices, source, is_own=False):
             self._indices = indices[:_MOST_DEVICES]
 
     def end(self) -> None:
         """Take this process's bytes out of the file, because the process ends."""
         if self._indices:
-            self._library.shared_leave()
+            self._library.shared_leave(0)
             self._indices = ()
 
     def restart_peaks(self) -> None:

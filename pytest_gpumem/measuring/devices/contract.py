@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
     from pytest_gpumem.facts.measurement import Environment
     from pytest_gpumem.facts.values.events import Token
     from pytest_gpumem.facts.values.gpu_use import GpuUse
@@ -151,6 +152,8 @@ class Device(ABC):
     """The memory that processes share under ``--gpumem-pack``; ``None`` if several tests cannot share the device."""
     consensus: Alone = ALONE
     """Decides how often a step runs. In a distributed job, the session sets a `Consensus` with the other ranks."""
+    publishing: SharedBytes | None = None
+    """The file in which this process publishes its bytes on the device. The session sets it."""
     others: Sequence[Device] = ()
     """Further GPUs that a step may use. They are opened, read and closed together with this device."""
 
@@ -368,6 +371,13 @@ class Device(ABC):
         """
         return 0
 
+    def published(self) -> int | None:
+        """Return the live bytes that this process publishes (`SharedBytes`); ``None`` if they are not known.
+
+        Their zero is another one than that of `live`.
+        """
+        return None if self.publishing is None else self.publishing.own(self.torch_device.index or 0)
+
     def pop_peak(self) -> Peak:
         """Return the peak since the last call (or `open`), and set the device's peak to the current live bytes.
 
@@ -436,22 +446,23 @@ class Device(ABC):
     @contextmanager
     def peak_ignored(self) -> Iterator[None]:
         """Hide the peak within this context from every open window."""
-        self.keep_peak()
-        peak_before = self._kept
-        try:
-            with ExitStack() as ignoring:
-                for other in self.others:
-                    ignoring.enter_context(other.peak_ignored())
-                yield
-            # `CpuDevice` computes its peak from allocation events, so it must read the events before the peak is reset.
-            self.peak()
-        except BaseException:
-            with suppress(MeasuringError):
+        with nullcontext() if self.publishing is None else self.publishing.own_paused():
+            self.keep_peak()
+            peak_before = self._kept
+            try:
+                with ExitStack() as ignoring:
+                    for other in self.others:
+                        ignoring.enter_context(other.peak_ignored())
+                    yield
+                # `CpuDevice` computes its peak from allocation events, so it must read the events before the peak is reset.
                 self.peak()
-            raise
-        finally:
-            self.reset_peak()
-            self._kept = peak_before
+            except BaseException:
+                with suppress(MeasuringError):
+                    self.peak()
+                raise
+            finally:
+                self.reset_peak()
+                self._kept = peak_before
 
     def register_existing(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Register storages that were allocated before `open`, so the device notices when they are freed."""

@@ -232,6 +232,12 @@ class CudaDevice(Device):
     def turnover(self) -> int:
         return self._statistic(f"{self._counter}.all.allocated")
 
+    def published(self) -> int | None:
+        # A block used by another stream is freed later, without a report.
+        published = super().published()
+        is_current = published is not None and published == self._statistic(f"{_ALLOCATED}.all.current")
+        return published if is_current else None
+
     def blocks(self) -> Blocks:
         size = "requested_size" if self._counter == _REQUESTED else "size"
         return live_blocks(self.runtime.segments(), size)

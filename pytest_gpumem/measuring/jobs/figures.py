@@ -130,6 +130,8 @@ class OwnPeak:
     """The GPU's name in this process: ``cuda:0``."""
     peak_allocated: int
     """The peak in bytes, without bytes that belong to other tests."""
+    published_by_others: int | None = None
+    """The bytes of other tests within the bytes that this process publishes; ``None`` if it does not publish its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ def job_figures(
     processes did not run at the same time if one started after the other had ended.
 
     This sum repeats from run to run. The most bytes that the processes held at the same time depend on the clock
-    (`JobFigures.simultaneous`).
+    (`JobFigures.simultaneous`). If the test's own process does not publish its bytes, they count with their peak.
 
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
@@ -213,7 +215,8 @@ def job_figures(
     published = _simultaneous(usages, used, simultaneous or {})
     by_gpu, notes, held = {}, [], {}
     for number, gpu_name in gpus.items():
-        own_bytes = own[number].peak_allocated if number in own else 0
+        on_own_gpu = own.get(number, OwnPeak(gpu_name, 0))
+        own_bytes = on_own_gpu.peak_allocated
         on_gpu = [
             (usage, process.by_gpu[gpu_name])
             for usage, process in zip(used, processes, strict=True)
@@ -234,7 +237,9 @@ def job_figures(
             if published is not None:
                 peaks = [own_bytes, *(metrics[_METRICS[0]] for _, metrics in on_gpu)]
                 at_least, at_most = max(peaks), by_gpu[gpu_name][_METRICS[0]]
-                held[gpu_name] = sorted((at_least, own_bytes + published.get(number, 0), at_most))[1]
+                others = on_own_gpu.published_by_others
+                own_part = own_bytes if others is None else -others
+                held[gpu_name] = sorted((at_least, own_part + published.get(number, 0), at_most))[1]
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, [name.name for name in names])
     kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 import tempfile
 import time
 from contextlib import ExitStack
@@ -20,6 +23,7 @@ from pytest_gpumem.emulating.emulated_process.start import with_startup
 from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
 from pytest_gpumem.measuring.jobs.figures import killed_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
+from pytest_gpumem.torch_support.private_api.native_frames import naming_native_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -80,7 +84,7 @@ def run_job(
     Raises:
         JobError: The command cannot be started, or takes longer than ``timeout``.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` raises if the name is too long
         raise JobError(f"`{shown_command(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
     deadline = None if timeout is None else time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name, ExitStack() as undo:
@@ -114,7 +118,8 @@ def run_job(
                 started=processes.begin,
             )
         except OSError as error:
-            raise JobError(f"`{shown_command(command)}` cannot be started: {error.strerror or error}") from None
+            reason = f"{error.strerror or error}{_cause(command[0], environment, folder, error)}"
+            raise JobError(f"`{shown_command(command)}` cannot be started: {reason}") from None
         processes.look()
         until = time.monotonic() + _GRACE_SECONDS
         while processes.alive() and time.monotonic() < until:
@@ -143,7 +148,28 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
     """
     library = counter_library()
     of_library = {} if isinstance(library, str) else {LIBRARY: str(library)}
-    return {USAGE: str(folder), LIVE: str(_LIVE_SECONDS), **of_library, **with_startup(environment)}
+    return {
+        USAGE: str(folder),
+        LIVE: str(_LIVE_SECONDS),
+        **of_library,
+        **naming_native_frames(environment),
+        **with_startup(environment),
+    }
+
+
+def _cause(program: str, environment: Mapping[str, str], folder: Path, error: OSError) -> str:
+    """Return the reason why a program cannot be started, as the end of a sentence; empty if it is not known."""
+    path = Path(folder, program)
+    if os.sep not in program:
+        is_absent = shutil.which(program, path=environment.get("PATH")) is None
+        return ", because no folder in PATH has this program" if is_absent else ""
+    if path.is_dir():
+        return ", because it is a folder"
+    if isinstance(error, PermissionError):
+        return ". Make the file executable, or start it by its interpreter"
+    if isinstance(error, FileNotFoundError) and path.exists():
+        return ", because the interpreter in its first line does not exist"
+    return ". A script needs a first line such as #!/bin/sh" if error.errno == errno.ENOEXEC else ""
 
 
 def _running(usages: Iterable[ProcessUsage]) -> Iterator[str]:

@@ -193,7 +193,8 @@ class ProcessWindows:
         _remove_abandoned()
         self._further_variables = dict(variables or {})
         self._folder, self._listener = _folder_with_listener()
-        self._shared = SharedBytes(self._folder)
+        self.shared = SharedBytes(self._folder)
+        """The bytes that the processes and this process publish."""
         self._while_asked: dict[int, int] = {}
         """The highest sum of all processes on each GPU while the latest request was answered."""
         self._connections: dict[socket.socket, bytearray] = {}
@@ -219,7 +220,7 @@ class ProcessWindows:
     def close(self) -> None:
         """Remove the folder. Processes that still run go on without reports."""
         self._close_sockets()
-        self._shared.close()
+        self.shared.close()
         if self._owner == os.getpid():
             for _ in range(_MOST_REMOVALS):
                 if self._folder.exists():
@@ -314,9 +315,10 @@ class ProcessWindows:
         # On Windows, only launched jobs are measured. A fork of the test's process measures nothing.
         if not hasattr(socket, "AF_UNIX") or self._owner != os.getpid():
             return WindowUsage()
+        until_asked = self.shared.restart()
         if not (self._connections or self._accepted() or any(self._folder.glob("*.json"))):
+            self._while_asked = {}
             return WindowUsage()
-        until_asked = self._shared.restart()
         answers = {} if self._listener is None else self._answers(asked, seconds)
         usages = [self._with_live_first(usage) for usage in answers.values()]
         killed: list[ProcessUsage] = []
@@ -342,8 +344,8 @@ class ProcessWindows:
             path.unlink(missing_ok=True)
         # A process's peak may be between its answer and the last answer. Then the next part has it.
         answered = {(usage.process.pid, usage.process.started) for usage in answers.values()}
-        self._shared.remove_ended(lambda pid, started: (pid, started) in answered or is_running(pid, started))
-        sums = [self._while_asked, until_asked, while_asked := self._shared.restart()]
+        self.shared.remove_ended(lambda pid, started: (pid, started) in answered or is_running(pid, started))
+        sums = [self._while_asked, until_asked, while_asked := self.shared.restart()]
         self._while_asked = while_asked
         gpus = sorted({gpu for by_gpu in sums for gpu in by_gpu})
         simultaneous = {gpu: max(by_gpu.get(gpu, 0) for by_gpu in sums) for gpu in gpus}

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.jobs.figures import JobFigures, Names, ProcessFigures
     from pytest_gpumem.measuring.measure.reading import ByDevice
 
-    EndStep = Callable[[Mapping[str, int], Names | None], JobFigures | None]
+    EndStep = Callable[[ByDevice, Names | None], JobFigures | None]
     """Ends a step, and returns the figures of all processes in it; ``None`` if there are no other processes.
 
-    The arguments are the own process's peak in bytes by GPU, and the names of processes in the step before."""
+    The arguments are the own process's figures, and the names of processes in the step before."""
 
 _IN = " in "
 
@@ -71,8 +71,7 @@ class StepProcesses:
         """
         if self._end_step is None:
             return own
-        own_peaks = {gpu: figures.own_peak for gpu, figures in own.items()}
-        job = self._end_step(own_peaks, self._jobs[-1].names if self._jobs else None)
+        job = self._end_step(own, self._jobs[-1].names if self._jobs else None)
         if job is None or not job.processes:
             return own
         self._jobs.append(job)

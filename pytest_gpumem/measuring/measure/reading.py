@@ -53,6 +53,8 @@ class Figures:
     """The reserved but unused bytes before the region, in the allocator's segments that contain at least one block."""
     loaded: int | None = None
     """The bytes in the object returned by `load`; ``None`` for other regions."""
+    published_before: int | None = field(default=None, compare=False)
+    """`Device.published` before the region."""
 
     @property
     def own(self) -> int:
@@ -63,6 +65,11 @@ class Figures:
     def own_peak(self) -> int:
         """The peak without other code's bytes."""
         return self.peak.allocated - self.other_bytes
+
+    @property
+    def published_by_others(self) -> int | None:
+        """The published bytes that belong to other code; ``None`` if this process does not publish its bytes."""
+        return None if self.published_before is None else self.published_before - self.own
 
     @property
     def missing(self) -> int:
@@ -189,6 +196,7 @@ class Reading:
         self._unused = [each_device.unused() for each_device in device.everywhere]
         self._reserved = [each_device.reserved() for each_device in device.everywhere]
         self._turnover = [each_device.turnover() for each_device in device.everywhere]
+        self._published = [each_device.published() for each_device in device.everywhere]
 
     def read_end(self) -> None:
         """Read the turnover and the live bytes, right after the region."""
@@ -239,6 +247,7 @@ class Reading:
                 workspaces[n] + (0 if transient is None else transient[n]),
                 self._workspaces_before[n],
                 self._unused[n],
+                published_before=self._published[n],
             )
             for n in range(len(devices))
         )

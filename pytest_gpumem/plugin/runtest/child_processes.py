@@ -1,4 +1,4 @@
-"""Measure the processes that a test, its fixtures or its session started, as part of a test's call or region."""
+"""Measure the processes started by a test, its fixtures or its session, as part of a test's call or region."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
 from pytest_gpumem.emulating.emulated_process.usage import among_all, rank_in
 from pytest_gpumem.facts.values.option_words import NOT_SEEN
+from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import (
     JobFigures,
@@ -24,6 +25,7 @@ from pytest_gpumem.measuring.jobs.figures import (
 )
 from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, Window, command_text
 from pytest_gpumem.measuring.measure.growth import WINDOW
+from pytest_gpumem.measuring.measure.reading import Figures
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from pytest_gpumem.measuring.devices.contract import Device
     from pytest_gpumem.measuring.jobs.figures import Names, ProcessFigures
     from pytest_gpumem.measuring.jobs.windows import WindowUsage
+    from pytest_gpumem.measuring.measure.reading import ByDevice
     from pytest_gpumem.plugin.runtest.explaining import RunAgain
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
 
@@ -43,7 +46,7 @@ _OTHER_RANKS = "the other ranks would not run the code again with this rank"
 
 
 class SessionProcesses:
-    """The processes that this session starts. While the session measures, environment variables let them report.
+    """The processes started by this session. While the session measures, environment variables let them report.
 
     `close` restores the environment.
     """
@@ -79,14 +82,23 @@ class SessionProcesses:
         """Return the context `ProcessWindows.ending_new_processes`."""
         return self._windows.ending_new_processes()
 
-    def end_step(self, device: Device, own_peaks: Mapping[str, int], earlier: Names | None) -> JobFigures | None:
+    def publish(self, device: Device) -> None:
+        """Publish the bytes of the test's own process on a test's device and on further GPUs, from now on."""
+        shared, visible = self._windows.shared, os.environ.get(CUDA_VISIBLE_DEVICES)
+        indices = [on_device.torch_device.index for on_device in device.everywhere]
+        in_machine = [_in_machine(index, visible) for index in range(max(index or 0 for index in indices) + 1)]
+        shared.publish_own(device.torch_device.type, in_machine)
+        for on_device in device.everywhere:
+            on_device.publishing = shared
+
+    def end_step(self, device: Device, own: ByDevice, earlier: Names | None) -> JobFigures | None:
         """End a step, which is a part of a window, and return all processes' figures as `figures_of_processes` does.
 
         If there are no other processes, return ``None``.
         """
         step = self._windows.divide()
         is_alone = not (step.usages or step.killed or step.silent or step.unknown)
-        return None if is_alone else figures_of_processes(step, device, own_peaks, earlier)
+        return None if is_alone else figures_of_processes(step, device, own, earlier)
 
 
 @dataclass(eq=False, repr=False)
@@ -152,8 +164,9 @@ class OtherProcesses:
         with self.session.window(record=True) as window:
             result = run()
         del result
-        own_peaks = {str(device.torch_device): 0 for device in self.device.everywhere}
-        return figures_of_processes(window.usage, self.device, own_peaks).processes
+        nothing = Figures(0, 0, None, Peak(0), None, 0)
+        own = {str(device.torch_device): nothing for device in self.device.everywhere}
+        return figures_of_processes(window.usage, self.device, own).processes
 
     def recorded_step(self, step: Callable[[], object], growing: Collection[str]) -> Sequence[ProcessFigures]:
         """Run a step again while its processes record their allocations.
@@ -174,14 +187,14 @@ class OtherProcesses:
 
 
 def figures_of_processes(
-    window: WindowUsage, device: Device, own_peaks: Mapping[str, int], earlier: Names | None = None
+    window: WindowUsage, device: Device, own: ByDevice, earlier: Names | None = None
 ) -> JobFigures:
     """Return all processes' figures in a window. They are empty if no process used the device.
 
     Args:
         window: The processes in the test's call, region or step.
         device: The test's device.
-        own_peaks: The peak of the test's own process in bytes, by GPU: ``{"cuda:0": 4096}``.
+        own: The figures of the test's own process.
         earlier: The names in the step before.
 
     Raises:
@@ -191,13 +204,19 @@ def figures_of_processes(
         return JobFigures({}, ())
     check_processes(window, device)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
-    own = {
-        _in_machine(on_device.torch_device.index, visible): OwnPeak(gpu, own_peaks[gpu])
+    own_peaks = {
+        _in_machine(on_device.torch_device.index, visible): _own_peak(on_device, own[gpu])
         for on_device in device.everywhere
-        if (gpu := str(on_device.torch_device)) in own_peaks
+        if (gpu := str(on_device.torch_device)) in own
     }
     usages = without_rank_in(os.environ, window.usages)
-    return job_figures(usages, name_of_devices(device), own, earlier, window.simultaneous, os.getpid())
+    return job_figures(usages, name_of_devices(device), own_peaks, earlier, window.simultaneous, os.getpid())
+
+
+def _own_peak(on_device: Device, figures: Figures) -> OwnPeak:
+    """Return the own process's peak on a device. A session within the test may have taken its bytes out of the file."""
+    others = None if on_device.published() is None else figures.published_by_others
+    return OwnPeak(str(on_device.torch_device), figures.own_peak, others)
 
 
 def name_of_devices(device: Device) -> str:

@@ -166,6 +166,8 @@ class Measuring:
         if device.lock is not None:
             device.lock.tell = self._tell_now
         try:
+            if self.processes is not None:
+                self.processes.publish(device)
             device.open()
         except RuntimeError as error:
             report_full_gpu(item, device, gpu_uses(device), error, "setup", settings.units)

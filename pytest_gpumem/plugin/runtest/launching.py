@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import CannotRun, JobError
-from pytest_gpumem.base.shown_command import shown_command, shown_words
+from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_in
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 from pytest_gpumem.plugin.runtest.child_processes import name_of_devices, without_rank_in
+from pytest_gpumem.plugin.runtest.launch_arguments import (
+    check_ranks,
+    check_timeout,
+    checked_command,
+    checked_environment,
+    checked_folder,
+)
 from pytest_gpumem.plugin.runtest.single_run import judge_job, judge_processes, with_names_by_baseline
 
 if TYPE_CHECKING:
@@ -63,31 +68,21 @@ def launch(
         The finished job, its judged measurement, and the judged measurement of each process by name.
 
     Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A text in an argument is invalid.
         CannotRun: The device cannot measure other processes.
         JobError: The command cannot be started, fails, takes too long, has other ranks than ``ranks``, has a process without
             a report, or has no process with GPU memory.
     """
-    words = _checked(command)
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0):
-        raise TypeError(f"gpumem.launch() needs a number of seconds above 0 as timeout, got {timeout!r}")
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        raise TypeError(f"gpumem.launch() needs a whole number of 1 or more as ranks, got {ranks!r}")
-    for variable, value in (env or {}).items():
-        if not isinstance(variable, str) or not isinstance(value, (str, os.PathLike)):
-            raise TypeError(
-                f"gpumem.launch() needs texts in env, got {type(value).__name__} for {variable!r}; write str(...)"
-            )
+    words, folder, further_variables = checked_command(command), checked_folder(cwd), checked_environment(env)
+    check_timeout(timeout)
+    check_ranks(ranks)
     lacking = run.device.lacks("processes")
     if lacking is not None:
         raise CannotRun(f"gpumem.launch: {lacking}")
     run.device.quiesce()
     process_bytes = ProcessBytes(run.device.everywhere)
-    variables = {
-        **os.environ,
-        **run.device.variables_of_processes(),
-        **{variable: os.fspath(value) for variable, value in (env or {}).items()},
-    }
-    environment, folder = variables, Path.cwd() if cwd is None else Path(cwd)
+    environment = {**os.environ, **run.device.variables_of_processes(), **further_variables}
 
     def run_once(*, record: bool) -> tuple[FinishedJob, JobFigures]:
         job = run_job(words, environment, folder, timeout, process_bytes.look, record=record)
@@ -117,22 +112,6 @@ def launch(
     if process_bytes.is_read:
         run.processes.note_beside_torch(of_processes, beside_torch(job.usages, process_bytes.by_pid))
     return job, judged_job, by_name
-
-
-def _checked(command: Any) -> list[str]:
-    """Return a command as a list of words. Raises ``TypeError`` unless it is a list or tuple with texts and paths."""
-    if isinstance(command, str):
-        words = list(shown_words(shlex.split(command)))
-        raise TypeError(f"gpumem.launch() needs a list of words, got a text; write {words!r}")
-    needs = "gpumem.launch() needs a list with a program and its arguments"
-    if not isinstance(command, (list, tuple)):
-        raise TypeError(f"{needs}, got {type(command).__name__}")
-    if not command:
-        raise TypeError(f"{needs}, got an empty one")
-    for index, word in enumerate(command):
-        if not isinstance(word, (str, os.PathLike)):
-            raise TypeError(f"{needs} as texts, got {type(word).__name__} at index {index}; write str(...)")
-    return [os.fspath(word) for word in command]
 
 
 def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ranks: int | None) -> None:

@@ -103,10 +103,9 @@ def keep_script(run: TestRun, figures: ByDevice, window: Window) -> Measurement 
     Raises:
         MeasuringError: Another process's memory is not known.
     """
-    own_peaks = _own_peaks(figures)
-    if not figures_of_processes(window.usage, run.device, own_peaks).processes:
+    if not figures_of_processes(window.usage, run.device, figures).processes:
         return None
-    by_gpu = {gpu: {"peak_allocated": peak} for gpu, peak in own_peaks.items()}
+    by_gpu = {gpu: {"peak_allocated": memory.own_peak} for gpu, memory in figures.items()}
     notes = (*notes_on_missing(figures.values()), "no step was seen, so the whole script is measured")
     own = judge_job(run, Workload("script"), JobFigures(by_gpu, (), notes), None)
     return keep_with_processes(run, own, figures, window, _SCRIPT_RUNS_ONCE)
@@ -142,7 +141,7 @@ def keep_with_processes(
     """
     has_own = own.measurement.peak_allocated > 0
     try:
-        job = figures_of_processes(window.usage, run.device, _own_peaks(figures))
+        job = figures_of_processes(window.usage, run.device, figures)
     except MeasuringError:
         if has_own:
             run.keep_all(JudgedStep(own))
@@ -157,11 +156,6 @@ def keep_with_processes(
         processes = run.explainer.explain_processes(processes, names, run_again, explain=explain)
     of_all = judge_job(run, Workload(PROCESSES), job, f"{name}: {ALL}")
     return run.keep_all(JudgedStep(own if has_own else None, processes, of_all))
-
-
-def _own_peaks(figures: ByDevice) -> dict[str, int]:
-    """Return the own process's peak in bytes, by GPU: ``{"cuda:0": 4096}``."""
-    return {gpu: memory.own_peak for gpu, memory in figures.items()}
 
 
 def judge_figures(run: TestRun, workload: Workload, figures: ByDevice, name: str | None = None) -> JudgedMeasurement:

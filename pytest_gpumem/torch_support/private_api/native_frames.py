@@ -13,7 +13,10 @@ import platform
 import re
 import sys
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _MODE, _DLADDR = "TORCH_SYMBOLIZE_MODE", "dladdr"
 _GATHER = "torch::CapturedTraceback::gather("
@@ -31,29 +34,34 @@ _CAST = "at::autocast::cached_cast("
 _WORKSPACE = re.compile(r"at::cuda::get\w*Blas\w*\(")
 
 
+def naming_native_frames(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which torch names C++ functions without another program.
+
+    By default, torch starts ``addr2line`` for the names, which needs seconds. A process must start with the variables, because
+    setting a variable later may crash other threads that read variables in C.
+
+    Args:
+        environment: The process's other environment variables. If they have chosen a way, the result is empty.
+    """
+    return {} if _MODE in environment else {_MODE: _DLADDR}
+
+
 def names_native_frames() -> bool:
     """Return whether torch can record C++ stacks, and name their functions without another program.
 
-    By default, torch starts ``addr2line`` for the names, which needs seconds. It reads the variable for a faster way only once.
-    So this process uses ``dladdr`` after its first call to this function, unless the program has chosen another way.
+    This needs the variables from `naming_native_frames`. torch reads them once.
     """
     import torch
 
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False  # torch would warn
-    chosen = os.environ.get(_MODE)
-    if chosen not in (None, _DLADDR):
+    if os.environ.get(_MODE) != _DLADDR:
         return False
-    if chosen is None:
-        os.putenv(_MODE, _DLADDR)
     try:
         gathered = torch._C._profiler.gather_traceback(python=False, script=False, cpp=True)
         (frames,) = torch._C._profiler.symbolize_tracebacks([gathered])
     except Exception:  # noqa: BLE001 -- another release may raise anything
         return False
-    finally:
-        if chosen is None:
-            os.unsetenv(_MODE)
     files = [frame["filename"] for frame in frames if frame["name"].startswith(_GATHER)]
     return any(file != _UNKNOWN and is_library(file) for file in files)
 

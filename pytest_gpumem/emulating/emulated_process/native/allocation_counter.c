@@ -5,7 +5,8 @@
    libraries keep the original functions. A freed block counts only if its allocation was counted.
 
    torch's allocator for CUDA is in libc10_cuda.so. It reports each allocation and each free to torch's profiler by a function in
-   libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function.
+   libc10.so. `cuda_install` puts a function here in its place, which then calls torch's function. The allocator for the CPU reports
+   to the same function, but only while a profiler records the thread. `profiled_install` replaces it there as well.
 
    Several processes may share a file with the bytes that each of them holds now, on each device (`struct shared`). So the highest
    sum over all processes is known, also if nobody looks when it is reached.
@@ -140,10 +141,21 @@ static int has_begun;
 static __thread int is_calling;
 static __thread int64_t current_note;
 
-static struct shared *shared; /* where this process publishes its bytes */
-static struct process *own_process;
-static int publishes_cuda;               /* 0: publishes the CPU */
-static int32_t in_machine[MOST_DEVICES]; /* the devices' indices in the machine; -1 for a device that is not published */
+/* Where published bytes come from: all allocations on the CPU, CUDA's allocator, or the allocations on the CPU in threads that a
+   profiler records. */
+enum source { COUNTED, CUDA, PROFILED };
+
+/* A file in which this process publishes its bytes. */
+struct publication {
+    struct shared *table;
+    struct process *process; /* NULL if nothing is published */
+    enum source source;
+    int32_t in_machine[MOST_DEVICES]; /* the devices' indices in the machine; -1 for a device that is not published */
+};
+
+/* This process's test has the first file. If this process runs tests itself, they have the second file. */
+static struct publication publications[2];
+static int pauses; /* in the second publication */
 
 static void raise_to(int64_t *highest, int64_t bytes) {
     int64_t before = __atomic_load_n(highest, __ATOMIC_SEQ_CST);
@@ -163,9 +175,10 @@ static void set_live(struct shared *table, struct process *process, int device, 
 }
 
 /* Publish the bytes in a device's tensors. The caller has `lock`. */
-static void publish(int is_cuda, int device, int64_t bytes) {
-    if (own_process && is_cuda == publishes_cuda && in_machine[device] >= 0)
-        set_live(shared, own_process, in_machine[device], bytes);
+static void publish(enum source source, int device, int64_t bytes) {
+    for (struct publication *one = publications; one < publications + 2; one++)
+        if (one->process && one->source == source && one->in_machine[device] >= 0 && !(pauses && one == publications + 1))
+            set_live(one->table, one->process, one->in_machine[device], bytes);
 }
 
 static size_t place_of(uintptr_t address) {
@@ -349,7 +362,7 @@ static int counted_memalign(void **result, size_t alignment, size_t bytes) {
         put((uintptr_t)*result, (int64_t)bytes);
         live += (int64_t)bytes;
         peak = live > peak ? live : peak;
-        publish(0, 0, live);
+        publish(COUNTED, 0, live);
     }
     allocations++;
     size_t index = note((uintptr_t)*result, (int64_t)bytes, ALLOCATED, 0, node);
@@ -394,7 +407,7 @@ static void counted_free(void *address) {
         int64_t bytes = take((uintptr_t)address);
         if (bytes >= 0) {
             live -= bytes;
-            publish(0, 0, live);
+            publish(COUNTED, 0, live);
             note((uintptr_t)address, bytes, FREED, 0, (struct node){0, 0, NULL, NULL});
         }
         pthread_mutex_unlock(&lock);
@@ -419,7 +432,8 @@ static void in_child(void) {
     forget();
     event_count = 0; /* its frames stay allocated, because nobody may call Python here */
     is_recording = is_calling = 0;
-    own_process = NULL; /* the parent's */
+    publications[0].process = publications[1].process = NULL; /* the parent's */
+    pauses = 0;
     pthread_mutex_unlock(&lock);
 }
 
@@ -620,7 +634,8 @@ struct device {
     int8_t type, index;
 };
 
-#define CUDA 1
+#define ON_CPU 0
+#define ON_CUDA 1
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE" /* c10::reportMemoryUsageToProfiler */
 
 typedef void (*report)(void *, int64_t, size_t, size_t, struct device);
@@ -629,12 +644,18 @@ static report torchs_report;
 static struct {
     int64_t live, peak, allocations;
 } on_cuda[MOST_DEVICES];
+static int64_t profiled_live; /* on the CPU */
 
 /* Called by torch's allocator at each allocation, and at each free with negative bytes. The calling thread has the lock of the
    device's allocator, and perhaps Python's lock. So this function must wait for no lock except `lock`, and must not call Python.
    `bytes` is the block's size after rounding, and `allocated` the sum over the device's live blocks in this process. */
 static void counted_report(void *address, int64_t bytes, size_t allocated, size_t reserved, struct device device) {
-    if (device.type == CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
+    if (device.type == ON_CPU) {
+        pthread_mutex_lock(&lock);
+        publish(PROFILED, 0, profiled_live = (int64_t)allocated);
+        pthread_mutex_unlock(&lock);
+    }
+    if (device.type == ON_CUDA && device.index >= 0 && device.index < MOST_DEVICES) {
         struct node node = running_node();
         pthread_mutex_lock(&lock);
         if (bytes > 0)
@@ -643,25 +664,34 @@ static void counted_report(void *address, int64_t bytes, size_t allocated, size_
         if (on_cuda[device.index].peak < (int64_t)allocated)
             on_cuda[device.index].peak = (int64_t)allocated;
         on_cuda[device.index].allocations += bytes > 0;
-        publish(1, device.index, (int64_t)allocated);
+        publish(CUDA, device.index, (int64_t)allocated);
         pthread_mutex_unlock(&lock);
     }
     torchs_report(address, bytes, allocated, reserved, device);
 }
 
-/* Begin to count on CUDA devices. Return 0 if libc10_cuda.so is not loaded, or does not report its allocations by this function.
-   The table may have a stub that finds torch's function at the first call, so torch's function is looked up. */
-int cuda_install(void) {
-    static int is_found;
-    if (is_found)
-        return 1;
+/* Let a library call `counted_report`. Return 0 if it is not loaded, or does not report its allocations by this function. The table
+   may have a stub that finds torch's function at the first call, so torch's function is looked up. */
+static int replace_report(const char *reporting) {
     void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
     torchs_report = library ? (report)dlsym(library, REPORT) : NULL;
     struct replacement replacements[] = {
-        {"/libc10_cuda.so", REPORT, (void *)counted_report, 0},
+        {reporting, REPORT, (void *)counted_report, 0},
         {NULL, NULL, NULL, 0},
     };
-    return is_found = torchs_report && watch_forks() && replace_all(replacements);
+    return torchs_report && watch_forks() && replace_all(replacements);
+}
+
+/* Begin to count on CUDA devices. Return 0 if this fails. Further calls change nothing. */
+int cuda_install(void) {
+    static int is_found;
+    return is_found = is_found || replace_report("/libc10_cuda.so");
+}
+
+/* Begin to count on the CPU in threads that a profiler records. Return 0 if this fails. Further calls change nothing. */
+int profiled_install(void) {
+    static int is_found;
+    return is_found = is_found || replace_report("/libc10.so");
 }
 
 /* Write a CUDA device's allocated bytes, their peak, and the number of allocations. */
@@ -688,8 +718,6 @@ struct shared *shared_map(int file) {
     return table == MAP_FAILED ? NULL : table;
 }
 
-void shared_unmap(struct shared *table) { munmap(table, sizeof *table); }
-
 static struct process *process_of(struct shared *table, int64_t owner) {
     for (int place = 0; place < MOST_PROCESSES; place++)
         if (__atomic_load_n(&table->processes[place].owner, __ATOMIC_SEQ_CST) == owner)
@@ -702,23 +730,28 @@ static void clear(struct shared *table, struct process *process) {
         set_live(table, process, device, 0);
 }
 
-/* Take this process's bytes out of its table, because the process ends. */
-void shared_leave(void) {
+/* Take this process's bytes out of a file. `is_own` is 1 for the file of tests in this process. */
+void shared_leave(int is_own) {
+    struct publication *left = &publications[is_own];
     pthread_mutex_lock(&lock);
-    if (own_process) {
-        clear(shared, own_process);
-        __atomic_store_n(&own_process->owner, 0, __ATOMIC_SEQ_CST);
+    if (left->process) {
+        clear(left->table, left->process);
+        __atomic_store_n(&left->process->owner, 0, __ATOMIC_SEQ_CST);
     }
-    own_process = NULL;
+    left->process = NULL;
     pthread_mutex_unlock(&lock);
+}
+
+static int64_t current(enum source source, int device) {
+    return source == CUDA ? on_cuda[device].live : source == PROFILED ? profiled_live : live;
 }
 
 /* Publish this process's bytes in a table from now on. Return 0 if the table is full.
 
    `owner` identifies the process. If the process ran another program before, it takes that program's place. `indices` are the
-   machine's indices of this process's first `count` devices. On the CPU there is one device, and `is_cuda` is 0. */
-int shared_publish(struct shared *table, int64_t owner, const int32_t *indices, int count, int is_cuda) {
-    shared_leave();
+   machine's indices of this process's first `count` devices. On the CPU there is one device. */
+int shared_publish(struct shared *table, int64_t owner, const int32_t *indices, int count, enum source source, int is_own) {
+    shared_leave(is_own);
     struct process *process = process_of(table, owner);
     while (!process && (process = process_of(table, 0))) {
         int64_t nobody = 0;
@@ -728,16 +761,49 @@ int shared_publish(struct shared *table, int64_t owner, const int32_t *indices, 
     if (!process)
         return 0;
     clear(table, process);
+    struct publication *begun = &publications[is_own];
     pthread_mutex_lock(&lock);
-    shared = table;
-    own_process = process;
-    publishes_cuda = is_cuda;
+    *begun = (struct publication){table, process, source, {0}};
     for (int device = 0; device < MOST_DEVICES; device++) {
-        in_machine[device] = device < count && indices[device] < MOST_DEVICES ? indices[device] : -1;
-        publish(is_cuda, device, is_cuda ? on_cuda[device].live : live);
+        begun->in_machine[device] = device < count && indices[device] < MOST_DEVICES ? indices[device] : -1;
+        publish(source, device, current(source, device));
     }
     pthread_mutex_unlock(&lock);
     return 1;
+}
+
+/* Leave the bytes that this process publishes for its own tests as they are, until as many calls of `shared_resume`. */
+void shared_pause(void) {
+    pthread_mutex_lock(&lock);
+    pauses++;
+    pthread_mutex_unlock(&lock);
+}
+
+void shared_resume(void) {
+    struct publication *own = &publications[1];
+    pthread_mutex_lock(&lock);
+    if (pauses && !--pauses && own->process)
+        for (int device = 0; device < MOST_DEVICES; device++)
+            publish(own->source, device, current(own->source, device));
+    pthread_mutex_unlock(&lock);
+}
+
+/* Return the bytes on a device that this process publishes in a table for its own tests; -1 if it publishes none there. */
+int64_t shared_own(struct shared *table, int device) {
+    struct publication *own = &publications[1];
+    pthread_mutex_lock(&lock);
+    int is_published = own->process && own->table == table && own->in_machine[device] >= 0;
+    int64_t bytes = is_published ? own->process->live[own->in_machine[device]] : -1;
+    pthread_mutex_unlock(&lock);
+    return bytes;
+}
+
+/* Unmap a table. If this process publishes its bytes there, it stops. */
+void shared_unmap(struct shared *table) {
+    for (int is_own = 0; is_own < 2; is_own++)
+        if (publications[is_own].table == table)
+            shared_leave(is_own);
+    munmap(table, sizeof *table);
 }
 
 /* Write the owners of all places, and 0 for each free place. */
