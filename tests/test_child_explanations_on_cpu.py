@@ -10,12 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.emulated.test_child_explanations import (
+    EACH_REQUEST_TEST,
     SERVER,
     SERVER_TEST,
     TRAINING,
     TRAINING_TEST,
+    TWO_LINES_SERVER,
     _row,
     retained_by_a_leak,
+    tensors_of_two_lines,
 )
 from tests.support import compared_program
 from tests.support.cpu_sessions import CpuSessions
@@ -52,6 +55,16 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_module_line_and_operator(se
     )
     assert re.search(f"other +6.29 MB +{row}", retained), retained
     assert "kept in: server.KEPT" in retained, retained
+
+
+def test_tensors_that_two_lines_of_a_server_keep_have_both_lines_at_the_peak(session):
+    recorded = session(TWO_LINES_SERVER, EACH_REQUEST_TEST, "--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    leaking = session(TWO_LINES_SERVER, EACH_REQUEST_TEST, "--gpumem-baseline", LEAK="1")
+    assert leaking.returncode == 1, leaking.stdout
+    of_step, at_peak = tensors_of_two_lines(leaking.stdout)
+    assert of_step == [2, 2], "a tensor in each of two blocks"
+    assert at_peak[0] == at_peak[1] > 2
 
 
 def test_a_growing_training_script_is_red_with_its_module_and_line(session):

@@ -88,6 +88,16 @@ def test_ask(url):
     for _ in range(3):
         urllib.request.urlopen(url).close()
 """
+TWO_LINES_SERVER = SERVER.replace(
+    "KEPT.append(key)  # the leak", "KEPT.append(key + 1)\n            KEPT.append(key + 2)"
+)
+EACH_REQUEST_TEST = (
+    SERVER_TEST.partition("@pytest.mark.gpumem")[0]
+    + """
+def test_each_request(gpumem, url):
+    gpumem.measure(lambda: urllib.request.urlopen(url).close())
+"""
+)
 WORKER_TEST = """
 import multiprocessing
 
@@ -210,6 +220,7 @@ thorough = pytest.mark.thorough
     ("command", "at_peak"),
     [
         pytest.param("compared.py", "backward", id="a script"),
+        pytest.param("compared.py", "double backward", id="a script that differentiates twice"),
         pytest.param("compared.py", "forward", id="a script in forward", marks=thorough),
         pytest.param("compared.py", "recomputed", id="a script that recomputes", marks=thorough),
         pytest.param("spawn.py", "backward", id="torch.multiprocessing", marks=thorough),
@@ -258,6 +269,28 @@ def test_a_cache_that_a_server_keeps_is_red_with_its_line_operator_and_holder(se
     row = _row(SERVER, "server.py", "self.key(x)", r"Sequential\.\*\.key", text=rf" *mm +{KEPT}")
     assert re.search(f"other +6.29 MB +{row}", retained), retained
     assert "kept in: server.KEPT[...]\n" in retained
+
+
+def tensors_of_two_lines(failure):
+    """Return the numbers of tensors from both lines of `TWO_LINES_SERVER`: those of the step, and those at the peak."""
+    lines = [1 + number for number, code in enumerate(TWO_LINES_SERVER.splitlines()) if "KEPT.append(" in code]
+    by_step, _, at_peak = failure.partition("kept by each step")[2].partition("what grew")
+    rows = r"other .* server.py:(\d+) +add +(\d+) x float32\[1024, 256\]"
+    found = [dict(re.findall(rows, part.partition("note:")[0])) for part in (by_step, at_peak)]
+    assert [set(map(int, part)) for part in found] == [set(lines)] * 2, failure
+    return [[int(count) for count in part.values()] for part in found]
+
+
+def test_tensors_that_two_lines_of_a_server_keep_have_both_lines_at_the_peak(served, tmp_path):
+    (tmp_path / "server.py").write_text(TWO_LINES_SERVER, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(EACH_REQUEST_TEST, encoding="utf-8")
+    recorded = served("--gpumem-update=new")
+    assert recorded.returncode == 0, recorded.stdout
+    leaking = served("--gpumem-baseline", LEAK="1")
+    assert leaking.returncode == 1, leaking.stdout
+    of_step, at_peak = tensors_of_two_lines(leaking.stdout)
+    assert of_step == [2, 2], "a tensor in each of two blocks"
+    assert at_peak[0] == at_peak[1] > 2
 
 
 @pytest.mark.thorough

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import threading
 import types
 import warnings
@@ -23,6 +25,7 @@ from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN
 from pytest_gpumem.torch_support.private_api.compiler import load_compiler
+from pytest_gpumem.torch_support.private_api.tensor_creation import NewTensor
 
 
 def _alloc(address, nbytes, line=0, note=""):
@@ -53,12 +56,21 @@ def test_the_first_of_equal_peaks_counts():
 def test_older_blocks_are_at_the_peak_if_they_stay_or_are_freed_after_it():
     trace = [_free(7, 30), _alloc(1, 100, 5), _free(8, 40), _free(1, 100)]
     recorded = recorded_blocks(trace, {9: 50}, {})
-    assert recorded == Recorded((_blocks(50), _blocks(40), _blocks(100, 5)), ())
+    assert recorded == Recorded((_blocks(50), _blocks(40), _blocks(100, 5)), (), freed=(_blocks(30), _blocks(40)))
+
+
+def test_an_older_block_that_is_freed_has_the_owner_from_the_begin():
+    trace = [_free(7, 30), _alloc(7, 30, 5), _alloc(1, 100, 5), _free(8, 40), _free(7, 30)]
+    older_owners = {7: Owner("gradient", "fc", "int8[30]"), 8: Owner("gradient", "fc", "int8[40]")}
+    recorded = recorded_blocks(trace, {}, {}, older_owners=older_owners)
+    gradients = [_blocks(nbytes, 0, 1, "gradient", "fc", f"int8[{nbytes}]") for nbytes in (30, 40)]
+    assert recorded.at_peak == (gradients[1], _blocks(30, 5), _blocks(100, 5))
+    assert recorded.freed == tuple(gradients)
 
 
 def test_a_window_that_only_frees_has_its_peak_at_its_begin():
     recorded = recorded_blocks([_free(7, 30), _alloc(1, 30, 5)], {9: 50, 1: 30}, {})
-    assert recorded == Recorded((_blocks(50), _blocks(30)), (_blocks(30, 5),))
+    assert recorded == Recorded((_blocks(50), _blocks(30)), (_blocks(30, 5),), freed=(_blocks(30),))
 
 
 def test_a_block_at_a_freed_address_does_not_get_the_earlier_blocks_owner_or_line():
@@ -163,6 +175,14 @@ def test_blocks_from_backward_are_temporary_unless_they_have_an_owner():
         ("temporary", "", "MmBackward0"),
         ("gradient", "fc", "MmBackward0"),
     ]
+
+
+def test_a_freed_block_has_the_dtype_and_shape_with_which_it_was_allocated():
+    tensor = NewTensor("float32", (5, 5), 100)
+    blocks = [{**_alloc(address, nbytes, 5), "tensor": tensor} for address, nbytes in ((1, 100), (2, 100), (3, 120))]
+    owners = {2: Owner("other", "", "float32[25]")}
+    (freed, live, larger) = recorded_blocks([*blocks, _free(1, 100), _free(3, 120)], {2: 100}, owners).at_peak
+    assert (freed.tensor, live.tensor, larger.tensor) == ("float32[5, 5]", "float32[25]", "")
 
 
 NODE = "torch::autograd::generated::MmBackward0::apply(std::vector<at::Tensor>&&)"
@@ -417,6 +437,40 @@ def test_wrappers_do_not_change_paths():
     assert [paths[id(module)] for module in (model, model.module, model.module.key)] == [
         *("DataParallel", "Attention", "key")
     ]
+
+
+class TypedHistory:
+    """A history of the CPU with a block for each tensor, that can count frees in another thread."""
+
+    device_type = "cpu"
+
+    def __init__(self, tensors):
+        self.active = {0: {tensor.data_ptr(): tensor.nbytes for tensor in tensors}}
+        self.trace = []
+        self.frees = lambda: [0]
+
+    def history(self):
+        return [self.trace], self.active
+
+    def before_history_changes(self, _):
+        return contextlib.nullcontext()
+
+    def __getattr__(self, _):
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_tensors_at_the_begin_are_known_unless_another_thread_frees_memory_meanwhile(is_busy):
+    tensor = torch.ones(3, 7)
+    history = TypedHistory([tensor])
+    numbers = itertools.count()
+    if is_busy:
+        history.frees = lambda: [next(numbers)]
+    recorder = BlockRecorder(history)
+    recorder.begin(with_older=True)
+    history.trace, history.active = [_free(tensor.data_ptr(), 84)], {}
+    assert [group.tensor for group in recorder.recorded({})[0].freed] == ["" if is_busy else "float32[3, 7]"]
+    recorder.end()
 
 
 def test_what_fails_in_a_recording_is_its_reason_and_not_an_error(monkeypatch):

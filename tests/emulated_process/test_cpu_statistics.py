@@ -13,6 +13,7 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.variables import CACHE, COMPILER
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
+from pytest_gpumem.torch_support.private_api.tensor_creation import creation_functions
 
 LIBRARY = counter_library()
 pytestmark = pytest.mark.skipif(isinstance(LIBRARY, str), reason=str(LIBRARY))
@@ -203,6 +204,34 @@ print(counting.history()[0][0])
 """)
     assert " ".join(printed) == (
         "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 []"
+    )
+
+
+@pytest.mark.skipif(creation_functions() is None, reason="torch's functions are known on x86-64")
+def test_the_history_has_the_dtype_and_shape_of_each_new_tensor(run):
+    printed = run("""
+make = {
+    "freed": lambda: [torch.ones(3, 5).exp().T @ torch.ones(3, 2)] and None,
+    "by dtype": lambda: torch.zeros((), dtype=torch.float64).to(torch.bool),
+    "strided": lambda: torch.empty_strided((3, 4), (1, 3), dtype=torch.int16),
+    "out of memory": lambda: torch.empty(1 << 50),
+    "without tensor": lambda: torch.UntypedStorage(60),
+    "resized": lambda: torch.empty(0).resize_(8),
+}
+for name, function in make.items():
+    counting.start_history()
+    try:
+        function()
+    except RuntimeError:
+        pass
+    (entries,), _ = counting.history()
+    tensors = [entry["tensor"] for entry in entries if entry["action"] == "alloc"]
+    print(name, *(tensor and f"{tensor.dtype}{list(tensor.shape)}={tensor.nbytes}" for tensor in tensors), sep="|")
+print(torch.ones(2).tolist())
+""")
+    assert " ".join(printed) == (
+        "freed|float32[3, 5]=60|float32[3, 5]=60|float32[3, 2]=24|float32[5, 2]=40 by dtype|float64[]=8|bool[]=1 "
+        "strided|int16[3, 4]=24 out of memory without tensor|None resized|None [1.0, 1.0]"
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
 from pytest_gpumem.facts.values.composition import Row
 from pytest_gpumem.measuring.explain.child_process import process_explanation
@@ -99,17 +103,76 @@ def test_tensors_of_a_steps_earlier_runs_probably_have_the_line_that_leaves_them
     assert explanation.peak.rows == (Row("other", 30, "fc", "serve.py:9", tensor="float32[2]", count=3),)
     (note,) = explanation.peak.notes
     assert note.startswith(
-        "20 B at the peak are from before the recorded step, and probably from the same line as its tensors"
+        "20 B at the peak are from before the recorded step, and probably from the same lines as its tensors"
     )
 
 
-def test_tensors_of_earlier_runs_have_no_line_if_two_lines_leave_such_tensors():
-    other = (("/serve.py", 12, "answer"),)
-    kept = (blocks(10, ASK, tensor="float32[2]"), blocks(10, other, tensor="float32[2]"))
-    earlier = blocks(20, (), 2, tensor="float32[2]")
-    explanation = process_explanation(Recorded((*kept, earlier), kept), 40, 40, site_of, repeats=True)
-    assert Row("other", 20, tensor="float32[2]", count=2) in explanation.peak.rows
-    assert explanation.peak.notes == ()
+ANSWER = (("/serve.py", 12, "answer"),)
+TWO_LINES = (blocks(10, ASK, tensor="float32[2]"), blocks(10, ANSWER, tensor="float32[2]"))
+
+
+def older_rows(kept, count, *, modules=(), freed=()):
+    """Return the rows of older tensors with 10 bytes each, in a step that keeps ``kept``."""
+    older = blocks(10 * count, (), count, tensor="float32[2]")
+    recorded = Recorded((older,), kept, modules, freed)
+    peak = process_explanation(recorded, 10 * count, 10 * count, site_of, repeats=True).peak
+    assert len(peak.notes) == 1
+    return {(row.path, row.site, row.count) for row in peak.rows}
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [
+        pytest.param(4, {("serve.py:9", 2), ("serve.py:12", 2)}, id="whole runs"),
+        pytest.param(5, {("serve.py:9", 2), ("serve.py:12", 2), ("serve.py:12 or serve.py:9", 1)}, id="and a rest"),
+        pytest.param(1, {("serve.py:12 or serve.py:9", 1)}, id="less than a run"),
+    ],
+)
+def test_tensors_of_earlier_runs_are_divided_over_the_lines_of_a_run(count, expected):
+    assert older_rows(TWO_LINES, count) == {("", *row) for row in expected}
+
+
+def test_tensors_of_earlier_runs_are_divided_as_those_of_a_run():
+    more = blocks(30, ASK, 3, tensor="float32[2]")
+    assert older_rows((more, TWO_LINES[1]), 8) == {("", "serve.py:9", 6), ("", "serve.py:12", 2)}
+
+
+def test_if_a_step_replaces_a_tensor_either_line_may_have_made_the_older_tensors():
+    rows = older_rows(TWO_LINES, 4, freed=(blocks(10),))
+    assert rows == {("", "serve.py:12 or serve.py:9", 4)}
+    assert older_rows(TWO_LINES, 4, freed=(blocks(20),)) == {("", "serve.py:9", 2), ("", "serve.py:12", 2)}
+
+
+def test_tensors_of_earlier_runs_are_divided_over_layers():
+    paths = tuple(f"h.{number}" for number in range(3))
+    kept = tuple(replace(each, module=path) for path in paths for each in TWO_LINES)
+    assert older_rows(kept, 12, modules=paths) == {("h.*", "serve.py:9", 6), ("h.*", "serve.py:12", 6)}
+    assert older_rows(kept, 2, modules=paths) == {("h.*", "serve.py:12 or serve.py:9", 2)}
+
+
+def test_tensors_that_later_runs_left_are_removed_by_whole_runs():
+    kept = (*TWO_LINES, blocks(5, ASK, tensor="float32[1]"))
+    older = (blocks(200, (), 20, tensor="float32[2]"), blocks(50, (), 10, tensor="float32[1]"))
+    # Six of ten earlier runs came after the measured run.
+    explanation = process_explanation(Recorded((*older, *kept), kept), 275, 125, site_of, repeats=True)
+    assert {(row.site, row.tensor, row.count) for row in explanation.peak.rows} == {
+        ("serve.py:9", "float32[2]", 5),
+        ("serve.py:12", "float32[2]", 5),
+        ("serve.py:9", "float32[1]", 5),
+    }
+
+
+def test_a_tensor_that_each_run_replaces_is_no_leftover_of_later_runs():
+    last = blocks(30, ANSWER, tensor="float32[6]")
+    kept = (TWO_LINES[0], last)
+    older = (blocks(100, (), 10, tensor="float32[2]"), blocks(30))
+    recorded = Recorded((*older, *kept), kept, freed=(blocks(30),))
+    explanation = process_explanation(recorded, 170, 110, site_of, repeats=True)
+    assert {(row.site, row.tensor, row.count) for row in explanation.peak.rows} == {
+        ("serve.py:9", "float32[2]", 5),
+        ("serve.py:12", "float32[6]", 1),
+        ("", "", 1),
+    }
 
 
 def test_blocks_of_earlier_runs_with_only_an_equal_size_have_no_line():

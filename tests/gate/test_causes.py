@@ -134,6 +134,24 @@ def test_what_each_step_keeps_is_counted_with_the_peak_that_grows_by_it():
     assert (cause.metric, cause.total) == ("growth", 2 * MB)
 
 
+def test_a_cause_has_the_tensors_of_a_step_if_it_has_the_growth_of_a_step():
+    """A server keeps keys and values for each request. After 20 requests, the peak has 20 tensors from each line."""
+    kept = [replace(SCORES, nbytes=MB, site=f"serve.py:{line}", tensor="float32[8]", count=1) for line in (16, 17)]
+    peaks = [(replace(row, count=20), 20 * MB) for row in kept]
+    holders = tuple(
+        Holder(f"serve.{name}[...]", Composition(MB, (row,)))
+        for name, row in zip(("keys", "values"), kept, strict=True)
+    )
+    explanation = Explanation(Composition(0, ()), Composition(2 * MB, tuple(kept)), holders=holders)
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 2 * MB, 0, 1000)
+    causes = causes_of([regressed("test_a", *peaks, explanation=explanation, metrics=(growth,))]).causes
+    shown = {(cause.holder, cause.metric, cause.total, cause.tensors, cause.lines) for cause in causes}
+    assert shown == {
+        ("serve.keys[...]", "growth", MB, "1 x float32[8]", ("serve.py:16",)),
+        ("serve.values[...]", "growth", MB, "1 x float32[8]", ("serve.py:17",)),
+    }
+
+
 def test_counts_are_explained_by_their_lines_where_no_memory_grew():
     tallies = (
         Tally("bmm", 12, OperatorSite("blocks.*.attn", "model.py:38")),

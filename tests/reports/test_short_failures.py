@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from pytest_gpumem.facts.values.composition import REST, Row
+from pytest_gpumem.facts.values.composition import REST, Composition, Explanation, Holder, Row
 from pytest_gpumem.facts.values.operator_counts import OperatorSite, Tally
 from pytest_gpumem.facts.values.rank import Rank, name_on
 from pytest_gpumem.judging.gate.causes import causes_of
@@ -128,12 +128,26 @@ def test_the_short_text_has_the_share_of_each_cause_and_at_most_six_lines():
     (short,) = short_failures(causes_of(verdicts), verdicts, "si").values()
     assert short.split("\n") == [
         "GPU memory regressed: much",
-        "  cause:    model.py:0: +1.00 GB, as in tests/test_gpt.py::test_a",
-        "  cause:    model.py:1: +1.00 GB, as in tests/test_gpt.py::test_a",
+        "  cause:    model.py:0: +1.00 GB peak allocated, as in tests/test_gpt.py::test_a",
+        "  cause:    model.py:1: +1.00 GB peak allocated, as in tests/test_gpt.py::test_a",
         "            and 1 other",
         "  accept:   pytest test_b",
         "  -vv shows the full text",
     ]
+
+
+def test_the_share_of_a_leak_is_the_growth_of_a_step_and_not_the_peak_of_many_steps():
+    kept = replace(SCORES, nbytes=10**6)
+    by_step = Composition(10**6, (kept,))
+    explanation = Explanation(Composition(0, ()), by_step, holders=(Holder("serve.cache[...]", by_step),))
+    growth = MetricVerdict("growth", Outcome.REGRESSED, 10**6, 0, 1000)
+    verdicts = [
+        grown(name, SCORES, metrics=(growth,), measurement={"explanation": explanation}).verdict
+        for name in ("test_a", "test_b")
+    ]
+    (short,) = short_failures(causes_of(verdicts), verdicts, "si").values()
+    line = "cause:    kept in: serve.cache[...]: +1.00 MB growth per step, as in tests/test_gpt.py::test_a"
+    assert line in short
 
 
 def test_shards_on_two_devices_have_growth_of_their_own():

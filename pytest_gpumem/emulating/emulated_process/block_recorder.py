@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from pytest_gpumem.base.errors import MeasuringError
-from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory, with_nodes
+from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory, joined_traces
 from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE, is_workspace, origin_of, stack_of
@@ -34,7 +34,7 @@ from pytest_gpumem.torch_support.private_api.allocator import (
     start_cuda_history,
     stop_cuda_history,
 )
-from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN
+from pytest_gpumem.torch_support.private_api.autograd import ENGINE_RUN, engine_run_within
 from pytest_gpumem.torch_support.private_api.native_frames import names_native_frames
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive, reachable_tensors
@@ -107,7 +107,8 @@ class History(Protocol):
     def history(self) -> tuple[Sequence[Sequence[Mapping[str, Any]]], Mapping[int, Mapping[int, int]]] | str:
         """Return each device's entries as in torch's snapshots, and the live blocks' bytes by device and address.
 
-        An allocation may have the running ``node``, as thread and number. A new node's entry has the action `CREATED_NODE`.
+        An allocation may have the running ``node``, as thread and number, and the new ``tensor``. A new node's entry has the
+        action `CREATED_NODE`.
         If the history has no room for all entries, return a clause that says so.
         """
 
@@ -128,6 +129,8 @@ class CudaHistory:
             with suppress(MeasuringError):
                 CudaReports(library)
                 self._nodes = CounterHistory(library)
+        self._entered = ExitStack()
+        self._notes_backward = False
 
     def lacking_history(self) -> str | None:
         return _lacking()
@@ -136,6 +139,10 @@ class CudaHistory:
         start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
         if self._nodes is not None:
             self._nodes.start(MOST_ENTRIES)
+            # It stays from the first recording on, because the program may have replaced the function as well.
+            if not self._notes_backward:
+                self._notes_backward = True
+                self._entered.enter_context(engine_run_within(self._nodes.backward))
 
     def stop_history(self) -> None:
         stop_cuda_history()
@@ -169,7 +176,7 @@ class CudaHistory:
             for block in segment["blocks"]:
                 if block["state"] != "inactive":
                     active[segment["device"]][block["address"]] = block["requested_size"]
-        return traces if recorded is None else with_nodes(traces, recorded[0]), active
+        return traces if recorded is None else joined_traces(traces, recorded[0]), active
 
 
 class BlockRecorder:
@@ -182,10 +189,17 @@ class BlockRecorder:
         """The reason why the current window's allocations are not recorded; ``None`` if they are recorded."""
         self._recording: ExitStack | None = None
         self._modules = RunningModules(self._history.note_on_allocations)
+        self._older: Mapping[int, Mapping[int, Owner]] = {}
+        """The tensors from before the recording, by GPU and by memory address."""
 
-    def begin(self) -> None:
-        """Begin a new recording, unless the program records its history itself."""
+    def begin(self, *, with_older: bool = False) -> None:
+        """Begin a new recording, unless the program records its history itself.
+
+        Args:
+            with_older: Whether to look at the tensors that exist now, so those that are freed later are known.
+        """
         self.end()
+        self._older = {}
         try:
             self.failure = self._history.lacking_history()
             if self.failure is None:
@@ -199,6 +213,9 @@ class BlockRecorder:
                     self._recording = stack.pop_all()
         except Exception as error:  # noqa: BLE001 -- the program must go on
             self.failure = _text_of(error)
+        if with_older and self._recording is not None:
+            with suppress(Exception):
+                self._older = self._tensors_now()
 
     def end(self) -> None:
         """End the recording, if there is one."""
@@ -206,6 +223,23 @@ class BlockRecorder:
         if recording is not None:
             with suppress(Exception):
                 recording.close()
+
+    def _tensors_now(self) -> Mapping[int, Mapping[int, Owner]]:
+        """Return the tensors that exist now. Empty if another thread frees memory meanwhile, and perhaps uses it again."""
+        frees = self._history.frees()
+        history = self._history.history()
+        if isinstance(history, str):
+            return {}
+        models = _models()
+        owners = self._owners(history[1], models, module_paths(models))
+        return owners if self._history.frees() == frees else {}
+
+    def _owners(
+        self, active: Mapping[int, Mapping[int, int]], models: Iterable[torch.nn.Module], paths: Mapping[int, str]
+    ) -> Mapping[int, Mapping[int, Owner]]:
+        owners = _Owners(active, self._history.device_type)
+        owners.add_all(models, paths)
+        return owners.on_gpu
 
     def python_ends(self) -> None:
         """Read no more stacks, because Python ends."""
@@ -240,8 +274,7 @@ class BlockRecorder:
         traces, active = history
         models = _models()
         paths = module_paths(models)
-        owners = _Owners(active, self._history.device_type)
-        owners.add_all(models, paths)
+        owners = self._owners(active, models, paths)
         of_workspaces = {device: workspaces.get(device, Workspaces()).addresses for device in range(len(traces))}
         retained = {device: retained_in(trace, of_workspaces[device]) for device, trace in enumerate(traces)}
         holders: Mapping[int, Mapping[int, str]] = {}
@@ -252,10 +285,11 @@ class BlockRecorder:
                 recorded_blocks(
                     trace,
                     active.get(device, {}),
-                    owners.on_gpu[device],
+                    owners.get(device, {}),
                     lambda note: self._modules.path(note, paths),
                     of_workspaces[device],
                     holders.get(device, {}),
+                    self._older.get(device, {}),
                 ),
                 modules=tuple(dict.fromkeys((*paths.values(), *self._modules.paths_in_dead_models()))),
             )
@@ -300,8 +334,10 @@ def recorded_blocks(
     module_of: Callable[[str], str] = str,
     workspaces: Collection[int] = (),
     holders: Mapping[int, str] | None = None,
+    older_owners: Mapping[int, Owner] | None = None,
 ) -> Recorded:
-    """Return the blocks at the peak, and the blocks that were allocated in a window and are live at its end.
+    """Return the blocks at the peak, the blocks that were allocated in a window and are live at its end, and the older blocks
+    that were freed in it.
 
     Args:
         trace: The history's entries on a GPU, as in torch's snapshots, and entries for new autograd nodes.
@@ -310,30 +346,40 @@ def recorded_blocks(
         module_of: Returns the module's path for an entry's note.
         workspaces: The addresses of cuBLAS's workspaces. One of each size counts at the peak, and none is retained.
         holders: The paths to the holders of retained blocks, by address.
+        older_owners: The tensors at the window's begin, by address.
     """
     entries = _allocations_and_frees(trace)
     peak_at = _peak_at(entries)
     at_peak, _ = _new_blocks(entries[: peak_at + 1])
-    new, freed = _new_blocks(entries)
-    # Blocks from before the window: those that stayed, and those that were freed after the peak.
-    older = [(address, nbytes, True) for address, nbytes in active.items() if address not in new]
-    older += [(entries[index]["addr"], entries[index]["size"], False) for index in freed if index > peak_at]
+    new, older_frees = _new_blocks(entries)
     owners = {**owners, **dict.fromkeys(workspaces, _WORKSPACE)}
     first_workspaces = {active[address]: address for address in sorted(workspaces, reverse=True)}
     by_chance = set(workspaces).difference(first_workspaces.values())
     nodes = {entry["node"]: entry for entry in trace if entry["action"] == CREATED_NODE}
-    groups, left = _Groups(owners, module_of, nodes), _Groups(owners, module_of, nodes)
-    for address, nbytes, is_live in older:
-        if not (is_live and address in by_chance):
-            groups.add({"addr": address, "size": nbytes}, is_live=is_live)
+    groups, left, freed = (_Groups(module_of, nodes) for _ in range(3))
+    # Blocks from before the window: those that stayed, and those that were freed after the peak.
+    for address, nbytes in active.items():
+        if address not in new and address not in by_chance:
+            groups.add(_older(address, nbytes), owners.get(address))
+    for index in older_frees:
+        address = entries[index]["addr"]
+        block, owner = _older(address, entries[index]["size"]), (older_owners or {}).get(address)
+        freed.add(block, owner)
+        if index > peak_at:
+            groups.add(block, owner)
     for address, index in at_peak.items():
         is_live = new.get(address) == index
         if not (is_live and address in by_chance):
-            groups.add(entries[index], is_live=is_live)
+            groups.add(entries[index], owners.get(address) if is_live else None)
     for address, index in new.items():
         if address not in workspaces:
-            left.add(entries[index], is_live=True, holder=(holders or {}).get(address))
-    return Recorded(groups.blocks(), left.blocks())
+            left.add(entries[index], owners.get(address), (holders or {}).get(address))
+    return Recorded(groups.blocks(), left.blocks(), freed=freed.blocks())
+
+
+def _older(address: int, nbytes: int) -> Mapping[str, Any]:
+    """Return the entry of a block from before the window."""
+    return {"addr": address, "size": nbytes}
 
 
 def retained_in(trace: Iterable[Mapping[str, Any]], workspaces: Collection[int] = ()) -> dict[int, int]:
@@ -387,22 +433,19 @@ class _Groups:
 
     def __init__(
         self,
-        owners: Mapping[int, Owner],
         module_of: Callable[[str], str],
         nodes: Mapping[tuple[int, int], Mapping[str, Any]],
     ) -> None:
-        self._owners = owners
         self._module_of = module_of
         self._nodes = nodes
         """The entries for the creation of autograd nodes, by thread and number."""
         self._groups: defaultdict[tuple[_Place, int], list[int]] = defaultdict(list)
 
-    def add(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None = None) -> None:
-        """Add a block. Its owner is known if the block is live at the end."""
-        self._groups[self._place(entry, is_live=is_live, holder=holder), entry["size"]].append(entry["size"])
+    def add(self, entry: Mapping[str, Any], owner: Owner | None = None, holder: str | None = None) -> None:
+        """Add a block. Its owner is known if the block is live at the window's begin or end."""
+        self._groups[self._place(entry, owner or Owner(), holder), entry["size"]].append(entry["size"])
 
-    def _place(self, entry: Mapping[str, Any], *, is_live: bool, holder: str | None) -> _Place:
-        owner = self._owners.get(entry["addr"], Owner()) if is_live else Owner()
+    def _place(self, entry: Mapping[str, Any], owner: Owner, holder: str | None) -> _Place:
         stack = stack_of(entry.get("frames", ()))
         if owner.category == _WORKSPACE.category or is_workspace(stack):
             return _Place(_WORKSPACE)  # chance decides which operator is the first that needs it
@@ -419,7 +462,7 @@ class _Groups:
             # The line that calls backward also belongs to nodes that backward creates (`create_graph`).
             creating = stack_of(created.get("frames", ())).python
             node_frames = tuple(frame for frame in creating if frame[2] != ENGINE_RUN)
-        owner = Owner(category, owner.module or running, owner.tensor)
+        owner = Owner(category, owner.module or running, owner.tensor or _new_tensor_text(entry))
         return _Place(owner, stack.python[:_MOST_FRAMES], holder, operator, node_frames)
 
     def blocks(self) -> tuple[RecordedBlocks, ...]:
@@ -430,6 +473,12 @@ class _Groups:
             )
             for (place, _), sizes in self._groups.items()
         )
+
+
+def _new_tensor_text(entry: Mapping[str, Any]) -> str:
+    """Return the dtype and shape of the tensor for which a block was allocated; empty if unknown."""
+    tensor = entry.get("tensor")
+    return tensor_text(tensor.dtype, tensor.shape) if tensor is not None and tensor.nbytes == entry["size"] else ""
 
 
 def _models() -> list[torch.nn.Module]:

@@ -1,7 +1,8 @@
 """Record a history by the library `native/allocation_counter.c`: allocations, frees, and new nodes in autograd's graph.
 
 An entry has the same form as in torch's snapshots, and further keys. At an allocation, ``node`` is autograd's running node as a
-pair of thread and number, and ``node_name`` is its name. An entry with the action `CREATED_NODE` has a new ``node``.
+pair of thread and number, ``node_name`` is its name, and ``tensor`` is the `NewTensor` for which memory is allocated. An entry
+with the action `CREATED_NODE` has a new ``node``.
 
 Example: forward creates the node ``(1, 7)`` at line 30 in the module ``blocks.0.up``. When backward runs this node, its
 allocations have the same pair, so they belong to this line and this module.
@@ -10,7 +11,9 @@ allocations have the same pair, so they belong to this line and this module.
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import MeasuringError
@@ -22,9 +25,12 @@ from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     node_name,
 )
 from pytest_gpumem.torch_support.private_api.native_frames import native_frame
+from pytest_gpumem.torch_support.private_api.tensor_creation import CREATION_FUNCTIONS, creation_functions, new_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from pytest_gpumem.torch_support.private_api.tensor_creation import NewTensor
 
 _PYTHON = (
     "PyGILState_Ensure",
@@ -39,7 +45,8 @@ _PYTHON = (
     "Py_DecRef",
 )
 """The library calls Python by these functions from Python's documented interface."""
-_ACTIONS = ("free_completed", "alloc", CREATED_NODE)
+BEGAN_BACKWARD, ENDED_BACKWARD = "began backward", "ended backward"
+_ACTIONS = ("free_completed", "alloc", CREATED_NODE, BEGAN_BACKWARD, ENDED_BACKWARD)
 """The entries' actions by the library's numbers for them."""
 
 
@@ -72,6 +79,7 @@ class _Event(ctypes.Structure):
         ("native_depth", ctypes.c_int64),
         ("frames", ctypes.POINTER(_Frame)),
         ("native", ctypes.POINTER(ctypes.c_size_t)),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
     )
 
 
@@ -99,14 +107,19 @@ class CounterHistory:
         pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
         self.library.counter_note.argtypes = [ctypes.c_int64]
         self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
+        self._passes = itertools.count()
         self._notes = {"": 0}
         """The noted numbers, by the texts in `note`."""
 
     def start(self, most_entries: int) -> None:
-        """Start a new recording with room for ``most_entries``. It lacks nodes if this torch release does not show them."""
+        """Start a new recording with room for ``most_entries``. Unknown nodes and tensors are left out."""
         functions = node_functions()
         if functions is not None:
             self.library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
+        addresses = creation_functions()
+        if addresses is not None:
+            names = [name.encode() for name in CREATION_FUNCTIONS]
+            self.library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
 
     def stop(self) -> None:
@@ -120,6 +133,19 @@ class CounterHistory:
     def note(self, text: str) -> None:
         """Let the history show a text as ``user_metadata`` at each further entry from this thread."""
         self.library.counter_note(self._notes.setdefault(text, len(self._notes)))
+
+    @contextmanager
+    def backward(self, _roots: object = None) -> Iterator[None]:
+        """Note that this thread runs a backward pass. Autograd runs the nodes of GPUs in other threads, without Python code."""
+        number = ctypes.c_size_t(next(self._passes))
+        self._note_backward(BEGAN_BACKWARD, number)
+        try:
+            yield
+        finally:
+            self._note_backward(ENDED_BACKWARD, number)
+
+    def _note_backward(self, action: str, number: ctypes.c_size_t) -> None:
+        self._with_lock.counter_note_backward(ctypes.c_int64(_ACTIONS.index(action)), number)
 
     def figures(self) -> tuple[int, int, int, int]:
         """Return the live bytes, the peak and the number of allocations on the CPU, and 1 if the history lacks entries."""
@@ -146,6 +172,7 @@ class CounterHistory:
             return None
         notes = {number: text for text, number in list(self._notes.items())}
         stacks: dict[bytes, list[dict[str, Any]]] = {}
+        tensors: dict[tuple[int, ...], NewTensor | None] = {}
         entries = [
             {
                 "action": _ACTIONS[event.kind],
@@ -156,10 +183,11 @@ class CounterHistory:
                 "user_metadata": notes.get(event.note, ""),
                 "node": (event.node.thread, event.node.number),
                 "node_name": node_name(event.node.class_address, event.node.python_name),
+                "tensor": _tensor_of(event, tensors),
             }
             for event in events[: counts[0]]
         ]
-        return entries, {block.address: block.bytes for block in alive[: counts[1]]}
+        return with_backward_calls(entries), {block.address: block.bytes for block in alive[: counts[1]]}
 
 
 def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -177,28 +205,65 @@ def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list
     return stacks[key]
 
 
-def with_nodes(
+def _tensor_of(event: _Event, tensors: dict[tuple[int, ...], NewTensor | None]) -> NewTensor | None:
+    """Return the tensor for which an entry allocated memory. Equal tensors are a single value in ``tensors``."""
+    if not event.shape:
+        return None
+    dtype, dims = event.shape[:2]
+    key = (dtype, *event.shape[2 : 2 + dims])
+    if key not in tensors:
+        tensors[key] = new_tensor(dtype, key[1:])
+    return tensors[key]
+
+
+def with_backward_calls(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries without the begins and ends of backward passes.
+
+    If backward creates a node (``create_graph=True``) in a thread without Python code, the node gets the stack of the call that
+    began the backward pass. In a thread without a note, it gets the call's note. If several passes run at this time, the node
+    stays as it is.
+    """
+    passes: dict[int, dict[str, Any]] = {}
+    kept = []
+    for entry in entries:
+        if entry["action"] == BEGAN_BACKWARD:
+            passes[entry["addr"]] = entry
+        elif entry["action"] == ENDED_BACKWARD:
+            passes.pop(entry["addr"], None)
+        elif entry["action"] == CREATED_NODE and entry["addr"] and len(passes) == 1:
+            (call,) = passes.values()
+            kept.append({**entry, **{key: entry[key] or call[key] for key in ("frames", "user_metadata")}})
+        else:
+            kept.append(entry)
+    return kept
+
+
+_FURTHER_KEYS = ("node", "node_name", "tensor")
+"""The keys that torch's entries do not have."""
+
+
+def joined_traces(
     traces: Sequence[Sequence[Mapping[str, Any]]], entries: Iterable[Mapping[str, Any]]
 ) -> list[list[Mapping[str, Any]]]:
-    """Return torch's entries for each GPU with the nodes from this library's entries, and the entries for new nodes.
+    """Return torch's entries for each GPU with nodes and tensors from this library's entries, and the entries for new nodes.
 
     Both histories have the same allocations in the same order. If another thread allocated while they began or ended, only one
-    of them has its block. So an address gets no nodes if the numbers differ.
+    of them has its block. So an address gets no nodes and tensors if the numbers differ.
     """
-    nodes: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+    noted: defaultdict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     created = []
     for entry in entries:
         if entry["action"] == CREATED_NODE:
             created.append(entry)
         else:
-            nodes[entry["device"], entry["addr"]].append({key: entry[key] for key in ("node", "node_name")})
+            noted[entry["device"], entry["addr"]].append({key: entry[key] for key in _FURTHER_KEYS})
     joined = []
     for device, trace in enumerate(traces):
         counts = Counter(entry["addr"] for entry in trace if entry["action"] == "alloc")
         matching = {
-            address: iter(nodes[device, address])
+            address: iter(noted[device, address])
             for address, count in counts.items()
-            if len(nodes[device, address]) == count
+            if len(noted[device, address]) == count
         }
         further = (
             next(matching.get(entry["addr"], iter(())), {}) if entry["action"] == "alloc" else {} for entry in trace

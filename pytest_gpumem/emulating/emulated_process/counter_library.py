@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _SOURCE = "allocation_counter.c"
 _NAME = "allocation_counter.so"
 _PRODUCT = "the counter of allocations"
+_OPTIONS = (*SHARED_OPTIONS, "-fexceptions")
+"""C++ exceptions of torch pass through the library."""
 
 
 @functools.cache
@@ -39,7 +41,7 @@ def counter_library() -> Path | str:
             f"{sys.platform} on {machine}"
         )
     source = (files(__package__) / "native" / _SOURCE).read_text(encoding="utf-8")
-    key = hashlib.sha256(f"{machine} {SHARED_OPTIONS} {source}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{machine} {_OPTIONS} {source}".encode()).hexdigest()[:16]
     try:
         cache = cache_root() / "counter"
         make_private_folder(cache)
@@ -58,5 +60,5 @@ def counter_library() -> Path | str:
 def _compile(compiler: tuple[str, ...], source: str, draft: Path) -> None:
     file = draft / _SOURCE
     file.write_text(source, encoding="utf-8")
-    command = [*compiler, *SHARED_OPTIONS, "-o", str(draft / _NAME), str(file), "-lpthread"]
+    command = [*compiler, *_OPTIONS, "-o", str(draft / _NAME), str(file), "-lpthread"]
     run_compiler(compiler, command, _PRODUCT)

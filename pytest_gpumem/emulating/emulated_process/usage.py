@@ -69,13 +69,14 @@ class RecordedBlocks:
     """The requested bytes, summed over the blocks."""
     count: int
     category: str
-    """``parameter``, ``buffer``, ``gradient`` or ``optimizer state`` if a module or optimizer still refers to the blocks at the
-    end, ``workspace``, ``temporary`` if backward made the blocks, or ``other``."""
+    """``parameter``, ``buffer``, ``gradient`` or ``optimizer state`` if a module or optimizer refers to the blocks at the
+    window's begin or end, ``workspace``, ``temporary`` if backward made the blocks, or ``other``."""
     module: str
     """The path of the module that ran, or that refers to the blocks. In backward, the module that created the autograd node.
     Empty if there is none."""
     tensor: str
-    """The dtype and shape. Empty if no tensor refers to the whole block at the end."""
+    """The dtype and shape of a tensor that refers to the whole block at the window's begin or end, or for which the block was
+    allocated in the window. Empty if all are unknown."""
     frames: tuple[Frame, ...] = ()
     """The allocation's call stack, innermost frame first. Empty for blocks from before the window, and in a thread
     without Python code, such as autograd's."""
@@ -98,6 +99,8 @@ class Recorded:
     """The blocks that were allocated in the window and are live at its end."""
     modules: tuple[str, ...] = ()
     """The paths of all modules in the process's models."""
+    freed: tuple[RecordedBlocks, ...] = ()
+    """The blocks from before the window that were freed in it."""
 
 
 @dataclass(frozen=True, slots=True)

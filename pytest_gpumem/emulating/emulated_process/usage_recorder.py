@@ -192,7 +192,7 @@ class _Recorder:
                 return None
             self._workspaces = self._source.workspaces()
             usage = self._usage(None, with_blocks=True)
-            self._record_blocks()
+            self._record_blocks(with_older=True)
             self._window, self._times = window, 0
             self._published.restart_peaks()
             self._peaks.restart()
@@ -201,7 +201,7 @@ class _Recorder:
             self._write(None)
             return usage
 
-    def _record_blocks(self) -> None:
+    def _record_blocks(self, *, with_older: bool = False) -> None:
         """Begin a new recording of allocations if the test asks for it. End any earlier recording."""
         if self._blocks is not None:
             self._blocks.end()
@@ -210,7 +210,7 @@ class _Recorder:
             from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder, CudaHistory
 
             self._blocks = self._blocks or BlockRecorder(self._source.own_history or CudaHistory(self._library))
-            self._blocks.begin()
+            self._blocks.begin(with_older=with_older)
 
     def _out_of_memory(self, device: int, requested: int, total: int, free: int) -> None:
         with self._peaks.lock:

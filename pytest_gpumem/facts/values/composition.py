@@ -306,6 +306,31 @@ def merge_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     )
 
 
+def either_row(rows: Iterable[Row], nbytes: int, count: int) -> Row:
+    """Return a single row for ``count`` blocks, if each of them may belong to any of ``rows``.
+
+    The row names all lines and operators. It has no module, dtype or shape if these differ.
+
+    Example:
+        The rows are at ``serve.py:9`` and ``serve.py:12``, so the result has the line ``serve.py:12 or serve.py:9``.
+    """
+    rows = merge_rows(rows)
+
+    def common(texts: Iterable[str], otherwise: str = "") -> str:
+        different = set(texts)
+        return different.pop() if len(different) == 1 else otherwise
+
+    return Row(
+        common((row.category for row in rows), "other"),
+        nbytes,
+        module=common(row.path for row in rows),
+        site=" or ".join(sorted({row.where for row in rows if row.where})),
+        operator=" or ".join(sorted({row.operator for row in rows if row.operator})),
+        tensor=common(row.tensor for row in rows),
+        count=count,
+    )
+
+
 def each_layer(row: Row) -> dict[Numbers, Row]:
     """Split a row over several layers, and return a row for each layer, by layer numbers.
 

@@ -74,7 +74,8 @@ class Cause:
     """Paths to the modules in which the lines ran, the most frequent first. The model itself is named by its class."""
     operator: str
     tensors: str
-    """The tensors with the most growth: ``4 x float32[8, 4, 256, 256]``. For a budget, the metric and the limit."""
+    """The tensors with the most growth in the cause's `metric`: ``4 x float32[8, 4, 256, 256]``. For a budget, the metric and
+    the limit."""
     category: str
     reason: str
     shares: tuple[Share, ...]
@@ -135,11 +136,7 @@ class Cause:
 
         For a holder, only growths in the metrics ``growth`` and ``retained`` count, if there are any.
         """
-        shares = [
-            share for share in self.shares if share.growth.metric in KEPT_METRICS or not self.holder
-        ] or self.shares
-        counts = Counter(share.growth.metric for share in shares)
-        return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
+        return _metric_of([share.growth for share in self.shares], self.holder)
 
     @property
     def total(self) -> float:
@@ -456,15 +453,14 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
         places: The cause's places, in the order in which they were chosen.
         explained_shares: Each explained growth, with the cause's share in this growth.
     """
-    parts: dict[Place, Part] = {}
-    for explained, _ in explained_shares:
-        for place in places:
-            if explained.at(place) > 0:
-                parts[place] = parts[place] + explained.parts[place] if place in parts else explained.parts[place]
-    by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
-    largest_part = parts[by_size[0]]
     explained_growths = [explained for explained, _ in explained_shares]
     holder = places[0].holder
+    metric = _metric_of([explained.growth for explained in explained_growths], holder)
+    parts = _parts_at(places, explained_growths)
+    # A peak may have the tensors of several steps, and `growth` has those of one step.
+    counted_parts = _parts_at(places, [each for each in explained_growths if each.growth.metric == metric])
+    by_size = sorted(parts, key=lambda place: (-parts[place].amount, place))
+    largest_part = min(counted_parts.items(), key=lambda item: (-item[1].amount, item[0]))[1]
     return Cause(
         "holder" if holder else "line",
         tuple(dict.fromkeys(line for place in by_size for line in parts[place].lines)),
@@ -477,6 +473,23 @@ def _cause_at(places: Sequence[Place], explained_shares: Sequence[tuple[Explaine
         holder,
         _in_all(explained_growths),
     )
+
+
+def _parts_at(places: Iterable[Place], growths: Iterable[ExplainedGrowth]) -> dict[Place, Part]:
+    """Return the parts at these places, added up over the growths."""
+    parts: dict[Place, Part] = {}
+    for explained in growths:
+        for place in places:
+            if explained.at(place) > 0:
+                parts[place] = parts[place] + explained.parts[place] if place in parts else explained.parts[place]
+    return parts
+
+
+def _metric_of(growths: Sequence[Growth], holder: str) -> str:
+    """Return a cause's metric, as `Cause.metric` describes it."""
+    kept = [growth for growth in growths if growth.metric in KEPT_METRICS or not holder]
+    counts = Counter(growth.metric for growth in kept or growths)
+    return min(counts, key=lambda name: (-counts[name], METRICS[name].precedence))
 
 
 def _modules(parts: Iterable[Place], growths: Sequence[ExplainedGrowth], path_of_largest: str) -> tuple[str, ...]:

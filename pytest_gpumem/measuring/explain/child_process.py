@@ -12,6 +12,7 @@ from pytest_gpumem.facts.values.composition import (
     Explanation,
     Holder,
     Row,
+    either_row,
     join_layers,
     merge_rows,
     sort_holders,
@@ -19,7 +20,7 @@ from pytest_gpumem.facts.values.composition import (
 from pytest_gpumem.facts.values.layers import layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from pytest_gpumem.emulating.emulated_process.usage import Frame, Recorded, RecordedBlocks
     from pytest_gpumem.measuring.explain.sites import Site
@@ -52,22 +53,19 @@ def process_explanation(
     difference = recorded_peak - peak
     at_peak = recorded.at_peak
     if difference > 0:
-        at_peak, removed = _without_earlier(at_peak, recorded.retained, difference, repeats=repeats)
+        at_peak, removed = _without_earlier(recorded, difference, repeats=repeats)
         difference -= removed
     notes: list[str] = []
-    if repeats:
-        with_lines = _with_lines(at_peak, recorded.retained)
-        guessed = sum(group.nbytes for group, older in zip(with_lines, at_peak, strict=True) if group != older)
-        if guessed:
-            notes.append(
-                f"{format_bytes(guessed)} at the peak are from before the recorded step, and probably from the same line as its"
-                " tensors with the same dtype and shape"
-            )
-        at_peak = with_lines
+    with_lines, guessed = _with_lines(at_peak, recorded, site_of) if repeats else (_rows(at_peak, site_of), 0)
+    if guessed:
+        notes.append(
+            f"{format_bytes(guessed)} at the peak are from before the recorded step, and probably from the same lines as its "
+            "tensors with the same dtype and shape"
+        )
     if difference:
         compared = f"{format_bytes(abs(difference))} {'more' if difference > 0 else 'less'}"
         notes.append(f"the recorded run needed {compared} than the measured run, so some rows are missing or wrong")
-    rows = _rows(at_peak, recorded.modules, site_of)
+    rows = join_layers(merge_rows(with_lines), layers_of(recorded.modules))
     missing = peak + difference - sum(row.nbytes for row in rows)
     if missing > 0:  # by the allocator's rounding
         rows = (*rows, Row("unattributed", missing))
@@ -77,7 +75,7 @@ def process_explanation(
 
 def retained_rows(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Row, ...]:
     """Return rows for the blocks left by a recorded run."""
-    return _rows(recorded.retained, recorded.modules, site_of)
+    return _joined_rows(recorded.retained, recorded.modules, site_of)
 
 
 def _holders(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> tuple[Holder, ...]:
@@ -87,7 +85,7 @@ def _holders(recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]) -> 
         if group.holder is not None:
             by_path.setdefault(group.holder, []).append(group)
     return sort_holders(
-        Holder(path, _composition(_rows(groups, recorded.modules, site_of))) for path, groups in by_path.items()
+        Holder(path, _composition(_joined_rows(groups, recorded.modules, site_of))) for path, groups in by_path.items()
     )
 
 
@@ -95,50 +93,91 @@ def _composition(rows: tuple[Row, ...], notes: tuple[str, ...] = ()) -> Composit
     return Composition(sum(row.nbytes for row in rows), rows, notes=notes)
 
 
-def _without_earlier(
-    at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks], most_bytes: int, *, repeats: bool
-) -> tuple[tuple[RecordedBlocks, ...], int]:
-    """Return the blocks at the peak without the measured run's leftovers, and the removed bytes.
+def _without_earlier(recorded: Recorded, most_bytes: int, *, repeats: bool) -> tuple[tuple[RecordedBlocks, ...], int]:
+    """Return the blocks at the peak without leftovers from the measured run and from later runs, and the removed bytes.
 
-    The measured run left the same blocks as the recorded run: without a line, and with an equal size, dtype and shape.
+    Each run left the same blocks as the recorded run. The leftovers have no line and an equal size. Their dtype and shape are
+    equal as well, or unknown, if no tensor refers to them.
 
     Args:
-        at_peak: The blocks at the peak in the recorded run.
-        retained: The recorded run's leftovers.
+        recorded: The recorded run.
         most_bytes: The most bytes to remove.
         repeats: True if any number of runs came between the measured run and the recorded run.
     """
-    left: Counter[tuple[str, int]] = Counter()
-    for group in retained:
-        left[_kind(group)] += group.count
+    kinds = {kind for group in recorded.retained for kind in (_kind(group), _kind(replace(group, tensor="")))}
+    left = _sizes(recorded.retained) - _sizes(recorded.freed)
+    each_run = sum(size * count for size, count in left.items())
+    runs = most_bytes // each_run if repeats and each_run else 1
+    room = Counter({size: count * runs for size, count in left.items()})
     kept, removed = [], 0
-    for group in at_peak:
-        kind, size = _kind(group), group.nbytes // group.count
-        most = (most_bytes - removed) // size
-        count = min(group.count, most if repeats else min(left[kind], most)) if _is_older(group) and left[kind] else 0
-        left[kind] -= 0 if repeats else count
+    for group in sorted(recorded.at_peak, key=lambda group: not group.tensor):
+        size = group.nbytes // group.count
+        is_left = _is_older(group) and _kind(group) in kinds
+        count = min(group.count, room[size], (most_bytes - removed) // size) if is_left else 0
+        room[size] -= count
         removed += count * size
         if count < group.count:
             kept.append(replace(group, nbytes=group.nbytes - count * size, count=group.count - count))
     return tuple(kept), removed
 
 
-def _with_lines(at_peak: Iterable[RecordedBlocks], retained: Iterable[RecordedBlocks]) -> tuple[RecordedBlocks, ...]:
-    """Return the blocks at the peak. Blocks from earlier runs get the line of equal blocks in this run.
+def _with_lines(
+    at_peak: Iterable[RecordedBlocks], recorded: Recorded, site_of: Callable[[Iterable[Frame]], Site]
+) -> tuple[list[Row], int]:
+    """Return the rows at the peak, and the bytes of rows whose line is a guess.
 
-    This is a guess, because a program may have made an equal tensor elsewhere. If several lines leave blocks with this size,
-    dtype and shape, nothing shows which line it was. A size alone is no evidence, so a block without a known dtype and shape
-    gets no line.
+    Blocks from earlier runs get the lines of equal blocks in this run. This is a guess, because a program may have made an
+    equal tensor elsewhere. A size alone is no evidence, so a block without a known dtype and shape gets no line.
     """
-    lines: dict[tuple[str, int], set[tuple[str, tuple[Frame, ...], str]]] = {}
-    for group in retained:
-        lines.setdefault(_kind(group), set()).add((group.module, group.frames, group.operator))
-    with_lines = []
+    kept: dict[tuple[str, int], list[Row]] = {}
+    for group in recorded.retained:
+        kept.setdefault(_kind(group), []).append(_row(group, site_of))
+    freed = _sizes(recorded.freed)
+    rows: list[Row] = []
+    guessed = 0
     for group in at_peak:
-        places = lines.get(_kind(group), set()) if _is_older(group) and group.tensor else set()
-        ((module, frames, operator),) = places if len(places) == 1 else [(group.module, group.frames, group.operator)]
-        with_lines.append(replace(group, module=module, frames=frames, operator=operator))
-    return tuple(with_lines)
+        row, equal = _row(group, site_of), kept.get(_kind(group))
+        if equal and group.tensor and _is_older(group):
+            is_replaced = group.nbytes // group.count in freed
+            rows += _rows_of_earlier_runs(row, equal, recorded.modules, is_replaced=is_replaced)
+            guessed += row.nbytes
+        else:
+            rows.append(row)
+    return rows, guessed
+
+
+def _rows_of_earlier_runs(row: Row, kept: Iterable[Row], modules: Iterable[str], *, is_replaced: bool) -> Sequence[Row]:
+    """Return rows with lines for blocks from earlier runs.
+
+    Example:
+        The recorded run kept a tensor at ``serve.py:9``, and an equal tensor at ``serve.py:12``. So 21 older tensors are ten
+        tensors from each line, and a tensor from ``serve.py:12 or serve.py:9``. If the run also freed an older tensor with this
+        size, a new tensor may only replace it. Then all 21 tensors are from ``serve.py:12 or serve.py:9``.
+
+    Args:
+        row: The blocks from earlier runs.
+        kept: The rows of equal blocks that the recorded run kept.
+        modules: The paths of all modules in the process's models.
+        is_replaced: Whether the run freed older blocks with this size.
+    """
+    places = merge_rows(replace(each, category=row.category) for each in kept)
+    if len(places) == 1:
+        return [replace(places[0], nbytes=row.nbytes, count=row.count)]
+    runs = 0 if is_replaced else row.count // sum(place.count for place in places)
+    rows = [replace(place, nbytes=place.nbytes * runs, count=place.count * runs) for place in places if runs]
+    rest = row.count - sum(each.count for each in rows)
+    if rest:
+        joined = join_layers(places, layers_of(modules))
+        rows.append(either_row(joined, row.nbytes // row.count * rest, rest))
+    return rows
+
+
+def _sizes(blocks: Iterable[RecordedBlocks]) -> Counter[int]:
+    """Count blocks by their size."""
+    sizes = Counter[int]()
+    for group in blocks:
+        sizes[group.nbytes // group.count] += group.count
+    return sizes
 
 
 def _kind(group: RecordedBlocks) -> tuple[str, int]:
@@ -150,26 +189,28 @@ def _is_older(group: RecordedBlocks) -> bool:
     return not group.frames and group.category == "other"
 
 
-def _rows(
+def _joined_rows(
     blocks: Iterable[RecordedBlocks], modules: Iterable[str], site_of: Callable[[Iterable[Frame]], Site]
 ) -> tuple[Row, ...]:
-    rows = []
-    for group in blocks:
-        site = site_of(group.frames)
-        if not site.user and not site.library:
-            site = site_of(group.node_frames)
-        callers = (site.callers,) if site.callers else ()
-        rows.append(
-            Row(
-                group.category,
-                group.nbytes,
-                group.module,
-                site.user,
-                site.library,
-                group.operator,
-                group.tensor,
-                group.count,
-                callers=callers,
-            )
-        )
-    return join_layers(merge_rows(rows), layers_of(modules))
+    return join_layers(merge_rows(_rows(blocks, site_of)), layers_of(modules))
+
+
+def _rows(blocks: Iterable[RecordedBlocks], site_of: Callable[[Iterable[Frame]], Site]) -> list[Row]:
+    return [_row(group, site_of) for group in blocks]
+
+
+def _row(group: RecordedBlocks, site_of: Callable[[Iterable[Frame]], Site]) -> Row:
+    site = site_of(group.frames)
+    if not site.user and not site.library:
+        site = site_of(group.node_frames)
+    return Row(
+        group.category,
+        group.nbytes,
+        group.module,
+        site.user,
+        site.library,
+        group.operator,
+        group.tensor,
+        group.count,
+        callers=(site.callers,) if site.callers else (),
+    )

@@ -34,7 +34,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import format_bytes, word_form
-from pytest_gpumem.facts.values.composition import Composition, Row, holder_at, join_layers, merge_rows, sort_holders
+from pytest_gpumem.facts.values.composition import (
+    Composition,
+    Row,
+    either_row,
+    holder_at,
+    join_layers,
+    merge_rows,
+    sort_holders,
+)
 from pytest_gpumem.facts.values.source_lines import all_chains
 from pytest_gpumem.measuring.explain.renewed_inputs import renewals
 from pytest_gpumem.measuring.explain.survivors import is_workspace, survivors_of
@@ -162,25 +170,9 @@ def _holders(
 
 
 def _row_of_ambiguous(pool: AmbiguousBlocks, timeline: Timeline) -> Row:
-    """Return a single row for ambiguous blocks, with all their lines and operators.
-
-    The row has no module if the blocks come from different modules, and no dtype and shape if these differ.
-    """
-    rows = merge_rows(_row(block, timeline) for block in pool.blocks)
-
-    def common(texts: Iterable[str], otherwise: str = "") -> str:
-        different = set(texts)
-        return different.pop() if len(different) == 1 else otherwise
-
-    return Row(
-        common((row.category for row in rows), "other"),
-        pool.blocks[0].nbytes * pool.number,
-        module=common(row.path for row in rows),
-        site=" or ".join(sorted({row.where for row in rows if row.where})),
-        operator=" or ".join(sorted({row.operator for row in rows if row.operator})),
-        tensor=common(row.tensor for row in rows),
-        count=pool.number,
-    )
+    """Return a single row for ambiguous blocks, with all their lines and operators."""
+    rows = (_row(block, timeline) for block in pool.blocks)
+    return either_row(rows, pool.blocks[0].nbytes * pool.number, pool.number)
 
 
 def _note_on_ambiguous(pool: AmbiguousBlocks) -> str:

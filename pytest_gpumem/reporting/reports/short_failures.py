@@ -6,9 +6,11 @@ first test's node id.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.units import counted
+from pytest_gpumem.facts.metrics import METRICS
 from pytest_gpumem.judging.gate.growths import LEAST
 from pytest_gpumem.reporting.reports.causes import name_of
 from pytest_gpumem.reporting.reports.values import difference
@@ -42,9 +44,9 @@ def cause_lines(test: str, explained_causes: Sequence[tuple[Cause, str]], units:
     """Return a line for each of a test's first causes, with the id of the test that explains the cause."""
     lines = []
     for cause, explained_in in explained_causes[:MOST_NAMED]:
-        shares = (share for share in cause.shares if share.growth.test == test)
-        largest = max(shares, key=lambda share: share.amount)
-        grown = difference(largest.growth.metric, largest.amount, units)
+        # A peak may have the tensors of many steps, and another metric those of a step. So the line names the metric.
+        in_test = replace(cause, shares=tuple(share for share in cause.shares if share.growth.test == test))
+        grown = f"{difference(in_test.metric, in_test.largest.amount, units)} {METRICS[in_test.metric].title}"
         lines.append(f"cause:    {name_of(cause, units)}: {grown}, as in {explained_in}")
     more = len(explained_causes) - MOST_NAMED
     return [*lines, *([f"          and {counted(more, 'other')}"] if more > 0 else [])]

@@ -13,6 +13,8 @@
 
    While it records, each allocation gets its call stack and autograd's running node, and each new node its call stack. A node asks
    torch for its number by a function in libtorch_cpu.so. `counter_watch_nodes` puts a function here in its place in each library.
+   `counter_watch_tensors` does the same with the two functions that allocate the memory of a new tensor, so an allocation within
+   them also gets the tensor's dtype and shape.
 
    A thread with `lock` never waits for Python's lock: Python is called after `lock` is released. Call stacks are read without
    running Python code, because Python would call the program's signal handlers, and their exceptions would be lost. */
@@ -62,20 +64,31 @@ struct node {
     const char *name;
 };
 
+/* A new tensor: torch's number for its dtype, and its sizes. Without a tensor, the number is -1. */
+struct shape {
+    int64_t dtype;
+    size_t dims;
+    const int64_t *sizes;
+};
+
 /* An entry in the history. An allocation has the thread's note, the node that runs, and the call stack, innermost first. A node's
-   creation has a note, the node, and the Python frames. */
+   creation has a note, the node, and the Python frames. Its address is 1 if another node creates it in backward. The begin of a
+   backward pass has a note, the Python frames, and the pass's number as address, and its end has this number. */
 struct event {
     uintptr_t address;
     int64_t bytes, kind, device, note;
     struct node node;
     int64_t depth, native_depth;
     struct frame *frames;
-    void **native; /* return addresses; they follow the frames in memory */
+    void **native;  /* return addresses; they follow the frames in memory */
+    int64_t *shape; /* of the new tensor: the dtype, the number of dimensions, and the sizes; NULL if it is unknown */
 };
 
 #define FREED 0
 #define ALLOCATED 1
 #define CREATED_NODE 2
+#define BEGAN_BACKWARD 3
+#define ENDED_BACKWARD 4
 
 /* Functions of Python, by which a thread without Python's lock calls Python, keeps an exception that it is raising, and reads
    frames. */
@@ -140,6 +153,7 @@ static void (*at_begin)(void); /* called after the first allocation */
 static int has_begun;
 static __thread int is_calling;
 static __thread int64_t current_note;
+static __thread struct shape new_shape = {-1, 0, NULL}; /* of the tensor for which the thread is about to allocate memory */
 
 /* Where published bytes come from: all allocations on the CPU, CUDA's allocator, or the allocations on the CPU in threads that a
    profiler records. */
@@ -288,7 +302,14 @@ static size_t note(uintptr_t address, int64_t bytes, int64_t kind, int64_t devic
         events = larger;
         event_places = more;
     }
-    events[event_count] = (struct event){address, bytes, kind, device, current_note, node, 0, 0, NULL, NULL};
+    int64_t *shape = kind == ALLOCATED && new_shape.dtype >= 0 ? malloc((2 + new_shape.dims) * sizeof *shape) : NULL;
+    if (shape) {
+        shape[0] = new_shape.dtype;
+        shape[1] = (int64_t)new_shape.dims;
+        if (new_shape.dims)
+            memcpy(shape + 2, new_shape.sizes, new_shape.dims * sizeof *shape);
+    }
+    events[event_count] = (struct event){address, bytes, kind, device, current_note, node, 0, 0, NULL, NULL, shape};
     return event_count++;
 }
 
@@ -391,8 +412,9 @@ static uint64_t noted_number(void) {
     uint64_t number = autograd.next_number();
     if (__atomic_load_n(&is_recording, __ATOMIC_RELAXED)) {
         struct node node = {autograd.thread(), number, NULL, NULL};
+        uintptr_t is_in_backward = running_node().class != NULL;
         pthread_mutex_lock(&lock);
-        size_t index = note(0, 0, CREATED_NODE, 0, node);
+        size_t index = note(is_in_backward, 0, CREATED_NODE, 0, node);
         int64_t in_recording = recording;
         pthread_mutex_unlock(&lock);
         if (index != SIZE_MAX)
@@ -400,6 +422,33 @@ static uint64_t noted_number(void) {
     }
     return number;
 }
+
+#if defined(__x86_64__)
+/* at::detail::empty_generic and at::detail::empty_strided_generic. In C++ they return a tensor, so the caller says where to. Small
+   arguments are passed in full registers or in full words on the stack. An array is a pointer and a length. */
+typedef void *(*empty)(void *, const int64_t *, size_t, void *, uint64_t, int64_t, int64_t);
+typedef void *(*empty_strided)(void *, const int64_t *, size_t, const int64_t *, size_t, void *, uint64_t, int64_t);
+
+static empty torchs_empty;
+static empty_strided torchs_empty_strided;
+
+static void restore_shape(struct shape *outer) { new_shape = *outer; }
+
+/* Torch's function raises a C++ exception if memory runs out. Then `restore_shape` is called as well. */
+static void *noted_empty(void *tensor, const int64_t *sizes, size_t dims, void *allocator, uint64_t keys, int64_t dtype,
+                         int64_t format) {
+    __attribute__((cleanup(restore_shape))) struct shape outer = new_shape;
+    new_shape = (struct shape){(int8_t)dtype, dims, sizes};
+    return torchs_empty(tensor, sizes, dims, allocator, keys, dtype, format);
+}
+
+static void *noted_empty_strided(void *tensor, const int64_t *sizes, size_t dims, const int64_t *strides, size_t stride_count,
+                                 void *allocator, uint64_t keys, int64_t dtype) {
+    __attribute__((cleanup(restore_shape))) struct shape outer = new_shape;
+    new_shape = (struct shape){(int8_t)dtype, dims, sizes};
+    return torchs_empty_strided(tensor, sizes, dims, strides, stride_count, allocator, keys, dtype);
+}
+#endif
 
 static void counted_free(void *address) {
     if (address) {
@@ -554,6 +603,25 @@ int counter_watch_nodes(const struct autograd *functions, const char *next_numbe
     return is_found = replace_all(replacements);
 }
 
+/* Record the dtypes and shapes of new tensors from now on. The functions and their names are those of `empty` and
+   `empty_strided`. Return 0 if no library calls them. */
+int counter_watch_tensors(void *const functions[2], const char *const names[2]) {
+    static int is_found;
+#if defined(__x86_64__)
+    if (is_found)
+        return 1;
+    struct replacement replacements[] = {
+        {NULL, names[0], (void *)noted_empty, 0},
+        {NULL, names[1], (void *)noted_empty_strided, 0},
+        {NULL, NULL, NULL, 0},
+    };
+    torchs_empty = (empty)functions[0];
+    torchs_empty_strided = (empty_strided)functions[1];
+    is_found = replace_all(replacements);
+#endif
+    return is_found;
+}
+
 /* Forget everything that was counted, and call a function after the next allocation. */
 void counter_begin(void (*begin)(void)) {
     pthread_mutex_lock(&lock);
@@ -582,6 +650,16 @@ void counter_restart_peak(void) {
 /* Call Python no more, because it ends. */
 void counter_stop_calls(void) { __atomic_store_n(&may_call_python, 0, __ATOMIC_RELEASE); }
 
+/* Note that the calling thread begins or ends a backward pass. */
+void counter_note_backward(int64_t kind, uintptr_t number) {
+    pthread_mutex_lock(&lock);
+    size_t index = note(number, 0, kind, 0, (struct node){0, 0, NULL, NULL});
+    int64_t in_recording = recording;
+    pthread_mutex_unlock(&lock);
+    if (index != SIZE_MAX && kind == BEGAN_BACKWARD)
+        call_python(NULL, index, in_recording, 0);
+}
+
 /* Note a number at each further allocation of the calling thread. */
 void counter_note(int64_t note) { current_note = note; }
 
@@ -598,6 +676,7 @@ void counter_stop_recording(void) {
         while (old[index].depth)
             python.decrease(old[index].frames[--old[index].depth].code);
         free(old[index].frames);
+        free(old[index].shape);
     }
     free(old);
 }
