@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects them here
     TEST,
     session,
@@ -12,6 +14,7 @@ from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects 
 )
 
 
+@pytest.mark.thorough
 def test_a_budget_limits_the_sum_if_an_allocator_does_not_report_its_allocations(session):  # noqa: F811 -- the fixture
     done = session(TEST, "-k", "job and turns", LIMIT="15 MB", PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     assert "peak 18.87 MB, budget 15.00 MB" in done.stdout, done.stdout

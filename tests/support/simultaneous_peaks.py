@@ -187,6 +187,7 @@ def test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum(session
     assert "  peak allocated at the same time  " in below.stdout, below.stdout
 
 
+@pytest.mark.thorough
 def test_idle_and_killed_servers_do_not_count(session, tmp_path):
     done = session(SERVER_TEST)
     assert done.returncode == 0, done.stdout
