@@ -281,6 +281,7 @@ def tensors_of_two_lines(failure):
     return [[int(count) for count in part.values()] for part in found]
 
 
+@pytest.mark.thorough
 def test_tensors_that_two_lines_of_a_server_keep_have_both_lines_at_the_peak(served, tmp_path):
     (tmp_path / "server.py").write_text(TWO_LINES_SERVER, encoding="utf-8")
     (tmp_path / "test_it.py").write_text(EACH_REQUEST_TEST, encoding="utf-8")

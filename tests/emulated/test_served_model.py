@@ -71,12 +71,14 @@ def memory_after(server, requests):
     return server.request("/memory")
 
 
+@pytest.mark.thorough
 def test_live_memory_is_the_same_after_each_request(server):
     first = memory_after(server, 1)
     assert memory_after(server, 9) == first
     assert memory_after(server, 20) == first
 
 
+@pytest.mark.thorough
 def test_a_kept_kv_cache_grows_live_memory_by_its_bytes(server, tmp_path):
     clean = memory_after(server, 1)
     with serve(environment(tmp_path, LEAK=1), tmp_path) as leaking:
@@ -84,6 +86,7 @@ def test_a_kept_kv_cache_grows_live_memory_by_its_bytes(server, tmp_path):
     assert leaked == [clean["requested"] + requests * CACHE for requests in (1, 10, 30)]
 
 
+@pytest.mark.thorough
 def test_a_server_ends_well_at_sigterm(tmp_path):
     with serve(environment(tmp_path), tmp_path) as started:
         process = started.process

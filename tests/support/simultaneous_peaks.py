@@ -155,6 +155,7 @@ def of_all(report):
     return found
 
 
+@pytest.mark.thorough
 def test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline(session, tmp_path):
     recorded = session(TEST, "--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout
