@@ -243,7 +243,8 @@ if rank == 0:
     time.sleep(0.5)
     open("written", "w").close()
 dist.barrier()
-print(rank, gathered, plans, sent, scattered, os.path.exists("written"))
+# torchrun's ranks do not buffer: a single write, or their lines mix.
+print(f"{rank} {gathered} {plans} {sent} {scattered} {os.path.exists('written')}\\n", end="")
 dist.destroy_process_group()
 """
 
