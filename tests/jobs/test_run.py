@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def test_a_command_has_its_status_and_both_outputs(tmp_path):
 
 
 RANK = """
+import errno
 import os
 if os.environ["RANK"] == "1":
     raise ValueError("the rank's own error")
@@ -77,6 +79,7 @@ def test_a_failure_names_killed_processes_with_their_peaks_until_then():
 
 
 DAEMON = """
+import errno
 import os
 from pathlib import Path
 
@@ -129,6 +132,23 @@ def test_a_command_that_cannot_be_started_is_named_with_the_reason(tmp_path, pro
     with pytest.raises(JobError) as raised:
         job([program], tmp_path)
     assert str(raised.value) == f"`{program}` cannot be started: {reason}"
+
+
+@pytest.mark.parametrize("program", ["n" * 5000, f"./{'n' * 5000}"])
+def test_a_program_with_a_too_long_name_is_refused_without_another_reason(tmp_path, program):
+    with pytest.raises(JobError, match=r"cannot be started: File name too long$"):
+        job([program], tmp_path)
+
+
+def test_a_working_directory_that_cannot_be_entered_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", tmp_path)  # as subprocess does
+
+    monkeypatch.setattr("pytest_gpumem.measuring.jobs.run.run", refuse)
+    with pytest.raises(JobError) as raised:
+        job(["./script"], tmp_path)
+    reason = f"Permission denied, because this user may not enter cwd={str(tmp_path)!r}"
+    assert str(raised.value) == f"`./script` cannot be started: {reason}"
 
 
 def test_after_its_time_a_command_is_ended_with_its_children(tmp_path):

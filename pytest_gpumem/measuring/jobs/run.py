@@ -159,15 +159,19 @@ def reporting_to(folder: Path, environment: Mapping[str, str]) -> dict[str, str]
 
 def _cause(program: str, environment: Mapping[str, str], folder: Path, error: OSError) -> str:
     """Return the reason why a program cannot be started, as the end of a sentence; empty if it is not known."""
-    path = Path(folder, program)
+    # `Path.exists` and `Path.is_dir` raise if a name is too long, or if a folder is closed to this user.
+    path = os.path.join(folder, program)  # noqa: PTH118
+    if isinstance(error, PermissionError) and error.filename == folder:
+        return f", because this user may not enter cwd={str(folder)!r}"
     if os.sep not in program:
         is_absent = shutil.which(program, path=environment.get("PATH")) is None
-        return ", because no folder in PATH has this program" if is_absent else ""
-    if path.is_dir():
+        is_named = isinstance(error, FileNotFoundError) and is_absent
+        return ", because no folder in PATH has this program" if is_named else ""
+    if os.path.isdir(path):  # noqa: PTH112
         return ", because it is a folder"
     if isinstance(error, PermissionError):
         return ". Make the file executable, or start it by its interpreter"
-    if isinstance(error, FileNotFoundError) and path.exists():
+    if isinstance(error, FileNotFoundError) and os.path.exists(path):  # noqa: PTH110
         return ", because the interpreter in its first line does not exist"
     return ". A script needs a first line such as #!/bin/sh" if error.errno == errno.ENOEXEC else ""
 
