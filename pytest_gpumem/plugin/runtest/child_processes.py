@@ -48,7 +48,8 @@ _OTHER_RANKS = "the other ranks would not run the code again with this rank"
 class SessionProcesses:
     """The processes started by this session. While the session measures, environment variables let them report.
 
-    `close` restores the environment.
+    They inherit the variables, so this process has them too, from here to `close`. With one of them, ``TORCH_SYMBOLIZE_MODE``,
+    torch's C++ stacks have functions and no lines. `close` restores the environment.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
