@@ -915,6 +915,7 @@ def test_a_budget_limits_the_simultaneous_bytes_on_each_gpu():
     ):
         found = on_gpus_verdict(worse, None, budget)
         assert (found.outcome, found.gpu, found.value) == (Outcome.OVER_BUDGET, gpu, value)
+        assert found.at_same_time == (gpu in worse.simultaneous and value == worse.simultaneous[gpu])
 
 
 def test_a_composition_is_compared_with_that_of_the_same_gpu_only():
