@@ -57,6 +57,9 @@ class SilentCuda:
     def statistics(self) -> dict[str, int]:
         self._is_not_there("statistics")
 
+    def reports_allocations(self) -> bool:
+        return True
+
     def reset_peaks(self) -> None:
         self._is_not_there("peaks")
 

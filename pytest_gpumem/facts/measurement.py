@@ -239,8 +239,8 @@ class Measurement(FrozenValue, MetricAttributes):
     """If several processes used a GPU: the most bytes that they held at the same time, by GPU, or an upper bound for them.
 
     `peak_allocated` is the sum of their peaks. It may be larger, because the peaks may be at different times, but it repeats
-    from run to run. So a baseline has the sum, and a budget limits the bytes here. If the test's own process cannot publish
-    each change of its memory, it counts with its peak. If another process cannot, its GPU is missing. See [the peaks of several
+    from run to run. So a baseline has the sum, and a budget limits the bytes here. If a process cannot publish each change of
+    its memory, its GPUs are missing, and a budget limits the sum. See [the peaks of several
     processes](../guide/servers-and-launched-jobs.md#what-is-measured).
     """
     lowest_counts: Mapping[MetricName, int] = field(default_factory=dict, metadata=ADDED)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -197,6 +198,13 @@ def device(cuda):
 
 
 # Counting
+
+
+def test_published_bytes_are_unknown_if_the_allocator_does_not_report(cuda, device):
+    device.publishing = SimpleNamespace(own=lambda _: 0)
+    assert (device.published(), device.published_excess()) == (0, 0)
+    cuda.reports_allocations = lambda: False
+    assert (device.published(), device.published_excess()) == (None, None)
 
 
 def test_bytes_are_counted_as_they_were_asked_for_and_not_as_they_were_rounded(cuda, device):

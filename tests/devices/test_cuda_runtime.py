@@ -186,6 +186,12 @@ def test_this_torch_takes_what_its_history_is_asked_for(monkeypatch, call, argum
     assert arguments in str(taken)
 
 
+@pytest.mark.parametrize(("backend", "reports"), [("native", True), ("cudaMallocAsync", False)])
+def test_only_torchs_own_allocator_reports_its_allocations(runtime, monkeypatch, backend, reports):
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    assert runtime.reports_allocations() == reports
+
+
 def test_a_stretch_has_the_history_of_this_gpu_and_leaves_none_on(history, runtime):
     with runtime.recorded(with_history=True) as stretch:
         history.happens("segment_alloc", 2**21)

@@ -350,7 +350,6 @@ def held(*usages: ProcessUsage, at_most: int, **more: object) -> object:
 def test_processes_held_at_most_the_bytes_that_they_published_at_the_same_time():
     two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
     assert held(*two, at_most=150) == {"cuda:0": 150}
-    assert held(*two, at_most=150, own=OWN) == {"cuda:0": 1150}, "the own process did not publish its bytes"
     for others in (0, 400):
         assert held(*two, at_most=1060 + others, own={0: OwnPeak("cuda:0", 1000, others)}) == {"cuda:0": 1060}
     assert job_figures(two, simultaneous={0: 150}).by_gpu == job_figures(two).by_gpu
@@ -360,7 +359,7 @@ def test_simultaneous_bytes_are_never_less_than_the_peak_of_a_single_process():
     """A process may have published its bytes too late."""
     two = [publishing(timed(1, 10, 20)), publishing(timed(2, 10, 20))]
     assert held(*two, at_most=40) == {"cuda:0": 100}
-    assert held(*two, at_most=0, own=OWN) == {"cuda:0": 1000}
+    assert held(*two, at_most=0, own={0: OwnPeak("cuda:0", 1000, 0)}) == {"cuda:0": 1000}
     assert job_figures(two, simultaneous={0: 40}).notes == (
         "cuda:0: 200 B is the sum of 2 processes' peaks, an upper bound, because the peaks may be at different times",
     )
@@ -370,6 +369,20 @@ def test_simultaneous_bytes_are_never_more_than_the_sum_of_the_peaks():
     """A server's peak is the requested bytes, and it publishes allocated bytes."""
     two = [publishing(timed(1, 10, 20)), publishing(in_window(), 50)]
     assert held(*two, at_most=200) == {"cuda:0": 190}
+
+
+def test_a_sum_that_processes_held_at_the_same_time_is_not_noted_as_an_upper_bound():
+    two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
+    noted = [bool(job_figures(two, simultaneous={0: at_most}).notes) for at_most in (199, 200)]
+    assert noted == [True, False]
+
+
+def test_simultaneous_bytes_are_unknown_if_the_own_bytes_are_unknown():
+    two = [publishing(timed(pid, 10, 20)) for pid in (1, 2)]
+    job = job_figures(two, simultaneous={0: 1200}, own=OWN)
+    assert (job.simultaneous, job.unknown) == ({}, {"cuda:0"})
+    (note,) = job.notes
+    assert note.startswith("cuda:0: 1.20 kB is the sum of 3 processes' peaks, an upper bound, because ")
 
 
 def test_simultaneous_bytes_are_unknown_if_a_process_did_not_publish_its_own():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.units import format_bytes
@@ -21,7 +24,7 @@ from pytest_gpumem.measuring.measure.other_processes import (
     process_figures,
 )
 from pytest_gpumem.measuring.measure.prepared import PreparedStep
-from pytest_gpumem.measuring.measure.reading import Figures, Phase
+from pytest_gpumem.measuring.measure.reading import Figures, Phase, read_once
 from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere, live_in
 
 OWN = {"cuda:0": Figures(50, 150, None, Peak(250), 150, 150)}
@@ -164,13 +167,13 @@ def test_a_process_has_its_settled_peak(peaks, expected, is_settled):
 def step(device):
     """Measure an empty step, beside a server that keeps bytes in each run or in none."""
 
-    def measure(kept):
+    def measure(kept, published_by_others=lambda _: 0):
         live = [0]
 
         def end_step(own, earlier):
             live.append(live[-1] + kept)
             usage = server(1, live[-2], live[-1], live[-1] + 1000, published=live[-1])
-            own_peak = OwnPeak("cpu", own["cpu"].own_peak + 5)
+            own_peak = OwnPeak("cpu", own["cpu"].own_peak + 5, published_by_others(len(live)))
             return job_figures([usage], "cpu", {0: own_peak}, earlier, {0: live[-1] + 1000})
 
         context = MeasuringContext(device, None, end_step=end_step)
@@ -206,7 +209,24 @@ def test_runs_that_only_show_growth_are_in_no_remark_on_the_peak(step):
     (note,) = (note for note in measured.processes[ALL].notes if "sum of 2 processes' peaks" in note)
     peak = measured.processes[ALL].metrics()["peak_allocated"]
     assert note.startswith(f"cpu: {format_bytes(int(peak))} is the sum")
-    assert measured.processes[ALL].simultaneous == {"cpu": peak}
+    assert measured.processes[ALL].simultaneous == {"cpu": peak - 5}
+
+
+def test_simultaneous_bytes_of_a_step_are_unknown_if_those_of_any_run_are(step):
+    measured, _ = step(0, lambda run: None if run == 3 else 0)
+    assert measured.processes[ALL].simultaneous == {}
+
+
+@pytest.mark.parametrize(("after", "others"), [(140, 100), (180, 100), (139, None), (None, None)])
+def test_published_bytes_are_known_if_they_grew_as_much_as_the_live_bytes(device, after, others):
+    """torch's profiler may subtract a block that was freed before, because it did not see that free."""
+    published = [100]
+    device.publishing = SimpleNamespace(own=lambda _: published[0])
+    with read_once(device, [0], lambda: [0]) as figures:
+        kept = torch.empty(40, dtype=torch.uint8)
+        published[0] = after
+    assert kept.nbytes == 40
+    assert figures()["cpu"].published_by_others == others
 
 
 def test_a_step_beside_a_server_that_keeps_nothing_runs_no_further_steps(step):

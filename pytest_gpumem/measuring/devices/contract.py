@@ -378,6 +378,15 @@ class Device(ABC):
         """
         return None if self.publishing is None else self.publishing.own(self.torch_device.index or 0)
 
+    def published_excess(self) -> int | None:
+        """Return the published bytes minus the live bytes, from their own zero; ``None`` if they are not known.
+
+        A missed free raises the difference. If it falls in a region, a block freed before the region was subtracted within it.
+        Then the published bytes are too low there.
+        """
+        published = self.published()
+        return None if published is None else published - self.live()
+
     def pop_peak(self) -> Peak:
         """Return the peak since the last call (or `open`), and set the device's peak to the current live bytes.
 

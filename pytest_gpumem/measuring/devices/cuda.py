@@ -233,10 +233,14 @@ class CudaDevice(Device):
         return self._statistic(f"{self._counter}.all.allocated")
 
     def published(self) -> int | None:
-        # A block used by another stream is freed later, without a report.
         published = super().published()
-        is_current = published is not None and published == self._statistic(f"{_ALLOCATED}.all.current")
-        return published if is_current else None
+        if published is None or not self.runtime.reports_allocations():
+            return None
+        # A block used by another stream is freed later, without a report.
+        return published if published == self._statistic(f"{_ALLOCATED}.all.current") else None
+
+    def published_excess(self) -> int | None:
+        return None if self.published() is None else 0
 
     def blocks(self) -> Blocks:
         size = "requested_size" if self._counter == _REQUESTED else "size"

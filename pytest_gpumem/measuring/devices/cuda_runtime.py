@@ -135,6 +135,12 @@ class TorchCuda:
         """Return whether this process has ever allocated on the GPU. This is ten times faster than reading `statistics`."""
         return cuda_has_allocated(self._index)
 
+    def reports_allocations(self) -> bool:
+        """Return whether the allocator reports each allocation and each free. ``cudaMallocAsync`` reports none."""
+        import torch
+
+        return torch.cuda.get_allocator_backend() == "native"
+
     def reset_peaks(self) -> None:
         import torch
 

@@ -131,7 +131,7 @@ class OwnPeak:
     peak_allocated: int
     """The peak in bytes, without bytes that belong to other tests."""
     published_by_others: int | None = None
-    """The bytes of other tests within the bytes that this process publishes; ``None`` if it does not publish its bytes."""
+    """The bytes of other tests within the bytes that this process publishes; ``None`` if its published bytes are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,8 @@ class JobFigures:
     """The names in this job, for the next step."""
     simultaneous: Mapping[str, int] = field(default_factory=dict)
     """`Measurement.simultaneous`"""
+    unknown: frozenset[str] = frozenset()
+    """The GPUs on which several processes held an unknown number of bytes at the same time."""
 
     details: ClassVar[None] = None
     """Only a process has details."""
@@ -174,7 +176,7 @@ def job_figures(
     processes did not run at the same time if one started after the other had ended.
 
     This sum repeats from run to run. The most bytes that the processes held at the same time depend on the clock
-    (`JobFigures.simultaneous`). If the test's own process does not publish its bytes, they count with their peak.
+    (`JobFigures.simultaneous`). They are known only if all processes with a peak on the GPU publish their bytes.
 
     GPUs are numbered among the job's own GPUs, because a job on the GPUs 2 and 3 has the same figures as on 0 and 1.
 
@@ -213,9 +215,9 @@ def job_figures(
         for number, (name, usage) in enumerate(zip(names, used, strict=True), start=1)
     )
     published = _simultaneous(usages, used, simultaneous or {})
-    by_gpu, notes, held = {}, [], {}
+    by_gpu, notes, held, unknown = {}, [], {}, set()
     for number, gpu_name in gpus.items():
-        on_own_gpu = own.get(number, OwnPeak(gpu_name, 0))
+        on_own_gpu = own.get(number, OwnPeak(gpu_name, 0, 0))
         own_bytes = on_own_gpu.peak_allocated
         on_gpu = [
             (usage, process.by_gpu[gpu_name])
@@ -230,21 +232,24 @@ def job_figures(
             for metric in metric_names
         }
         most = max(map(len, groups), default=0) + bool(own_bytes)
-        if most > 1:
-            sum_text = format_bytes(by_gpu[gpu_name][_METRICS[0]])
-            bound = f"{gpu_name}: {sum_text} is the sum of {most} processes' peaks, an upper bound"
-            notes.append(f"{bound}, because {_AT_DIFFERENT_TIMES if published is not None else _NOT_SIMULTANEOUS}")
-            if published is not None:
-                peaks = [own_bytes, *(metrics[_METRICS[0]] for _, metrics in on_gpu)]
-                at_least, at_most = max(peaks), by_gpu[gpu_name][_METRICS[0]]
-                others = on_own_gpu.published_by_others
-                own_part = own_bytes if others is None else -others
-                held[gpu_name] = sorted((at_least, own_part + published.get(number, 0), at_most))[1]
+        if most < 2:
+            continue
+        sum_of_peaks, others = by_gpu[gpu_name][_METRICS[0]], on_own_gpu.published_by_others
+        if published is not None and others is not None:
+            peaks = [own_bytes, *(metrics[_METRICS[0]] for _, metrics in on_gpu)]
+            held[gpu_name] = sorted((max(peaks), published.get(number, 0) - others, sum_of_peaks))[1]
+        else:
+            unknown.add(gpu_name)
+        if held.get(gpu_name) != sum_of_peaks:
+            bound = f"{gpu_name}: {format_bytes(sum_of_peaks)} is the sum of {most} processes' peaks, an upper bound"
+            notes.append(f"{bound}, because {_NOT_SIMULTANEOUS if gpu_name in unknown else _AT_DIFFERENT_TIMES}")
     gained = (sum(process.gained.get(gpu_name, 0) for process in processes) for gpu_name in gpus.values())
     ratio, imbalance_notes = imbalance(used, [name.name for name in names])
     kept_names = Names(dict(zip(map(_key, used), names, strict=True)), gpus)
     largest_gain = max(gained, key=abs, default=0)
-    return JobFigures(by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names, held)
+    return JobFigures(
+        by_gpu, processes, (*notes, *imbalance_notes), ratio, largest_gain, kept_names, held, frozenset(unknown)
+    )
 
 
 def _simultaneous(

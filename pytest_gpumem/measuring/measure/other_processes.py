@@ -107,12 +107,12 @@ def _highest_peak(job: JobFigures) -> int:
 def _simultaneous(jobs: Sequence[JobFigures]) -> dict[str, int]:
     """Return the most bytes that several processes held at the same time in any run, by GPU.
 
-    In a run with a single process on a GPU, its peak counts, and otherwise the sum of the peaks if nothing better is known.
+    In a run with a single process on a GPU, its peak counts. A GPU is left out if a run's bytes are not known.
     """
     held = [
         {**{gpu: metrics["peak_allocated"] for gpu, metrics in job.by_gpu.items()}, **job.simultaneous} for job in jobs
     ]
-    gpus = sorted({gpu for job in jobs for gpu in job.simultaneous})
+    gpus = sorted({gpu for job in jobs for gpu in job.simultaneous}.difference(*(job.unknown for job in jobs)))
     return {gpu: max(job.get(gpu, 0) for job in held) for gpu in gpus}
 
 

@@ -54,7 +54,7 @@ class Figures:
     loaded: int | None = None
     """The bytes in the object returned by `load`; ``None`` for other regions."""
     published_before: int | None = field(default=None, compare=False)
-    """`Device.published` before the region."""
+    """`Device.published` before the region; ``None`` if the published bytes in the region are not known."""
 
     @property
     def own(self) -> int:
@@ -68,7 +68,7 @@ class Figures:
 
     @property
     def published_by_others(self) -> int | None:
-        """The published bytes that belong to other code; ``None`` if this process does not publish its bytes."""
+        """The published bytes that belong to other code; ``None`` if this process's published bytes are not known."""
         return None if self.published_before is None else self.published_before - self.own
 
     @property
@@ -197,15 +197,21 @@ class Reading:
         self._reserved = [each_device.reserved() for each_device in device.everywhere]
         self._turnover = [each_device.turnover() for each_device in device.everywhere]
         self._published = [each_device.published() for each_device in device.everywhere]
+        self._excess = [each_device.published_excess() for each_device in device.everywhere]
 
     def read_end(self) -> None:
-        """Read the turnover and the live bytes, right after the region."""
+        """Read the turnover, the live bytes and the published bytes, right after the region."""
         self._turnover = [
             each_device.turnover() - before
             for each_device, before in zip(self._device.everywhere, self._turnover, strict=True)
         ]
         self._device.empty_cache()
         self._live_run = live_everywhere(self._device)
+        for n, (each_device, before) in enumerate(zip(self._device.everywhere, self._excess, strict=True)):
+            # A session within the test may have taken this process's bytes out of the file.
+            excess = each_device.published_excess()
+            if before is None or excess is None or excess < before:
+                self._published[n] = None
 
     def read_settled(self) -> None:
         """Collect garbage among young objects, and store the live bytes without workspaces in `live_settled`."""

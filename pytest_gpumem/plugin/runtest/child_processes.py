@@ -206,18 +206,14 @@ def figures_of_processes(
     check_processes(window, device)
     visible = os.environ.get(CUDA_VISIBLE_DEVICES)
     own_peaks = {
-        _in_machine(on_device.torch_device.index, visible): _own_peak(on_device, own[gpu])
+        _in_machine(on_device.torch_device.index, visible): OwnPeak(
+            gpu, own[gpu].own_peak, own[gpu].published_by_others
+        )
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own
     }
     usages = without_rank_in(os.environ, window.usages)
     return job_figures(usages, name_of_devices(device), own_peaks, earlier, window.simultaneous, os.getpid())
-
-
-def _own_peak(on_device: Device, figures: Figures) -> OwnPeak:
-    """Return the own process's peak on a device. A session within the test may have taken its bytes out of the file."""
-    others = None if on_device.published() is None else figures.published_by_others
-    return OwnPeak(str(on_device.torch_device), figures.own_peak, others)
 
 
 def name_of_devices(device: Device) -> str:
