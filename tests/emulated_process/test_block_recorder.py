@@ -473,6 +473,19 @@ def test_tensors_at_the_begin_are_known_unless_another_thread_frees_memory_meanw
     recorder.end()
 
 
+def test_a_history_stays_while_it_is_read_if_the_program_begins_its_own(monkeypatch):
+    history = TypedHistory([torch.ones(3)])
+    recorder, deleted, switches = BlockRecorder(history), [], []
+    monkeypatch.setattr(history, "before_history_changes", lambda call: contextlib.nullcontext(switches.append(call)))
+    recorder.begin()
+    monkeypatch.setattr(history, "delete_history", lambda: deleted.append(history), raising=False)
+    monkeypatch.setattr(history, "frees", switches[0])
+    assert recorder.recorded({}) == {}
+    assert (recorder.failure, deleted) == ("the program records them itself", [])
+    recorder.end()
+    assert deleted == [history]
+
+
 def test_what_fails_in_a_recording_is_its_reason_and_not_an_error(monkeypatch):
     recorder = BlockRecorder()
     monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: "cudaMallocAsync")

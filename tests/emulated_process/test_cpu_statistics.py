@@ -200,10 +200,12 @@ for entry in entries:
 print(alive[second.data_ptr()])
 counting.stop_history()
 make()
+print(len(counting.history()[0][0]) == len(entries))
+counting.delete_history()
 print(counting.history()[0][0])
 """)
     assert " ".join(printed) == (
-        "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 []"
+        "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 True []"
     )
 
 

@@ -90,7 +90,10 @@ class History(Protocol):
         """Start to record each allocation with its Python frames, and each free."""
 
     def stop_history(self) -> None:
-        """Stop recording, and delete the history."""
+        """Stop recording. Another thread may read the history meanwhile."""
+
+    def delete_history(self) -> None:
+        """Delete the history after the recording has stopped. Nobody may read it meanwhile."""
 
     def stop_calls(self) -> None:
         """Read no more stacks, because Python ends."""
@@ -148,6 +151,10 @@ class CudaHistory:
         stop_cuda_history()
         if self._nodes is not None:
             self._nodes.stop()
+
+    def delete_history(self) -> None:
+        if self._nodes is not None:
+            self._nodes.delete()
 
     def stop_calls(self) -> None:
         if self._nodes is not None:
@@ -218,6 +225,12 @@ class BlockRecorder:
                 self._older = self._tensors_now()
 
     def end(self) -> None:
+        """End the recording, if there is one, and delete the history."""
+        self._stop()
+        with suppress(Exception):
+            self._history.delete_history()
+
+    def _stop(self) -> None:
         """End the recording, if there is one."""
         recording, self._recording = self._recording, None
         if recording is not None:
@@ -246,9 +259,12 @@ class BlockRecorder:
         self._history.stop_calls()
 
     def _give_way(self) -> None:
-        """End the recording, because the program begins to record its history itself."""
-        self.end()
+        """End the recording, because the program begins to record its history itself.
+
+        The program calls this in any thread, while another thread may read the history. So the history is deleted later.
+        """
         self.failure = _BY_PROGRAM
+        self._stop()
 
     def recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool = False) -> Mapping[int, Recorded]:
         """Return the recorded blocks by GPU. The mapping is empty without a recording; `failure` says why.
@@ -257,13 +273,17 @@ class BlockRecorder:
             workspaces: The workspaces that count once, by GPU.
             with_holders: Whether to search the holders of retained blocks.
         """
-        if self._recording is None:
+        if not self._is_recording():
             return {}
         try:
-            return self._recorded(workspaces, with_holders=with_holders)
+            recorded = self._recorded(workspaces, with_holders=with_holders)
         except Exception as error:  # noqa: BLE001 -- the program's objects may do anything
             self.failure = _text_of(error)
             return {}
+        return recorded if self._is_recording() else {}  # the program may have begun its own history meanwhile
+
+    def _is_recording(self) -> bool:
+        return self._recording is not None
 
     def _recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool) -> Mapping[int, Recorded]:
         frees = self._history.frees()

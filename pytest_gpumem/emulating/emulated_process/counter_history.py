@@ -123,8 +123,12 @@ class CounterHistory:
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
 
     def stop(self) -> None:
-        """Stop recording, and delete the history."""
-        self._with_lock.counter_stop_recording()
+        """Stop recording. The history stays, because another thread may read it."""
+        self.library.counter_stop_recording()
+
+    def delete(self) -> None:
+        """Stop recording, and delete the history. Nobody may read it meanwhile."""
+        self._with_lock.counter_delete_history()
 
     def stop_calls(self) -> None:
         """Call Python no more, because it ends."""

@@ -663,8 +663,15 @@ void counter_note_backward(int64_t kind, uintptr_t number) {
 /* Note a number at each further allocation of the calling thread. */
 void counter_note(int64_t note) { current_note = note; }
 
-/* Delete the history. The caller has Python's lock. */
+/* Record no more. The history stays, because another thread may read it. */
 void counter_stop_recording(void) {
+    pthread_mutex_lock(&lock);
+    is_recording = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Stop recording, and delete the history. The caller has Python's lock, and nobody reads the history. */
+void counter_delete_history(void) {
     pthread_mutex_lock(&lock);
     struct event *old = events;
     size_t count = event_count;
@@ -681,11 +688,11 @@ void counter_stop_recording(void) {
     free(old);
 }
 
-/* Begin a new history. The caller has Python's lock. */
+/* Delete the history, and begin a new one. The caller has Python's lock, and nobody reads the history. */
 void counter_record(size_t most) {
     void *native[MOST_NATIVE_FRAMES];
     (void)!backtrace(native, MOST_NATIVE_FRAMES); /* the first call loads a library */
-    counter_stop_recording();
+    counter_delete_history();
     pthread_mutex_lock(&lock);
     most_events = most;
     is_cut = 0;
