@@ -112,6 +112,7 @@ class History(Protocol):
 
         An allocation may have the running ``node``, as thread and number, and the new ``tensor``. A new node's entry has the
         action `CREATED_NODE`.
+
         If the history has no room for all entries, return a clause that says so.
         """
 
