@@ -63,7 +63,8 @@ MOST_ENTRIES = 2**19
 415 MB on two busy cores (torch 2.13), and the program waits for it. C++ frames add 1.8 s and 170 MB to 100,000 allocations."""
 _BY_PROGRAM = "the program records them itself"
 MOST_OBJECTS = 1_000_000
-"""In a process with more Python objects, no holders are searched, because the program may wait for the search."""
+"""In a process with more Python objects, neither holders nor older tensors are searched, because the program may wait for the
+search."""
 
 
 class Owner(NamedTuple):
@@ -239,7 +240,12 @@ class BlockRecorder:
                 recording.close()
 
     def _tensors_now(self) -> Mapping[int, Mapping[int, Owner]]:
-        """Return the tensors that exist now. Empty if another thread frees memory meanwhile, and perhaps uses it again."""
+        """Return the tensors that exist now. Empty if the search might be wrong or would take long.
+
+        For example, another thread may free a tensor's memory meanwhile, and use it again.
+        """
+        if _has_many_objects():
+            return {}
         frees = self._history.frees()
         history = self._history.history()
         if isinstance(history, str):
@@ -335,13 +341,17 @@ def retained_holders(
         are_live: Returns whether all blocks are still live.
     """
     # Frozen objects are hidden. To see them, the heap would be thawed and frozen again, and then hides new garbage as well.
-    if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
+    if is_heap_frozen() or _has_many_objects():
         return {}
     with suppress(Exception):  # other threads change the program's objects meanwhile
         holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
         # After a free in another thread, a block may be gone, and its address may belong to another tensor.
         return holders if are_live() else {}
     return {}
+
+
+def _has_many_objects() -> bool:
+    return len(gc.get_objects()) > MOST_OBJECTS
 
 
 def _text_of(error: Exception) -> str:
