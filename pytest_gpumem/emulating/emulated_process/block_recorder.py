@@ -143,11 +143,11 @@ class CudaHistory:
     def start_history(self) -> None:
         start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
         if self._nodes is not None:
-            self._nodes.start(MOST_ENTRIES)
             # It stays from the first recording on, because the program may have replaced the function as well.
             if not self._notes_backward:
                 self._notes_backward = True
                 self._entered.enter_context(engine_run_within(self._nodes.backward))
+            self._nodes.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
         stop_cuda_history()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
+from pytest_gpumem.torch_support.private_api.autograd import backward_runs
 from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     NEXT_NUMBER,
     NodeFunctions,
@@ -108,6 +109,8 @@ class CounterHistory:
         self.library.counter_note.argtypes = [ctypes.c_int64]
         self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
         self._passes = itertools.count()
+        self.knows_passes = True
+        """False if a backward pass already ran when the recording started."""
         self._notes = {"": 0}
         """The noted numbers, by the texts in `note`."""
 
@@ -121,6 +124,7 @@ class CounterHistory:
             names = [name.encode() for name in CREATION_FUNCTIONS]
             self.library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
+        self.knows_passes = not backward_runs()
 
     def stop(self) -> None:
         """Stop recording. The history stays, because another thread may read it."""
@@ -191,7 +195,9 @@ class CounterHistory:
             }
             for event in events[: counts[0]]
         ]
-        return with_backward_calls(entries), {block.address: block.bytes for block in alive[: counts[1]]}
+        return with_backward_calls(entries, knows_passes=self.knows_passes), {
+            block.address: block.bytes for block in alive[: counts[1]]
+        }
 
 
 def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -220,12 +226,16 @@ def _tensor_of(event: _Event, tensors: dict[tuple[int, ...], NewTensor | None]) 
     return tensors[key]
 
 
-def with_backward_calls(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_backward_calls(entries: Iterable[dict[str, Any]], *, knows_passes: bool = True) -> list[dict[str, Any]]:
     """Return the entries without the begins and ends of backward passes.
 
     If backward creates a node (``create_graph=True``) in a thread without Python code, the node gets the stack of the call that
     began the backward pass. In a thread without a note, it gets the call's note. If several passes run at this time, the node
     stays as it is.
+
+    Args:
+        entries: The history's entries.
+        knows_passes: False if passes began before the history. Then all nodes stay as they are.
     """
     passes: dict[int, dict[str, Any]] = {}
     kept = []
@@ -234,7 +244,7 @@ def with_backward_calls(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any
             passes[entry["addr"]] = entry
         elif entry["action"] == ENDED_BACKWARD:
             passes.pop(entry["addr"], None)
-        elif entry["action"] == CREATED_NODE and entry["addr"] and len(passes) == 1:
+        elif entry["action"] == CREATED_NODE and entry["addr"] and knows_passes and len(passes) == 1:
             (call,) = passes.values()
             kept.append({**entry, **{key: entry[key] or call[key] for key in ("frames", "user_metadata")}})
         else:
