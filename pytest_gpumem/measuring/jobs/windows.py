@@ -53,8 +53,8 @@ ANSWER_SECONDS = 10.0
 """A process has this many seconds to answer. A stopped process does not, and neither does a process in a long call with the
 interpreter's lock."""
 _RECORDED_SECONDS = 60.0
-"""The same for a process that records its allocations. At the begin it looks at all tensors: 200,000 took 7.5 s on two busy
-cores. At the end it looks at up to 2**19 entries of the history: 300,000 took 5.4 s."""
+"""The same for a process that records its allocations. At the begin, a search for 200,000 older tensors took 7.5 s on two
+busy cores. At the end, 300,000 entries took 5.4 s, and a history has at most 2**19."""
 _LOOK_SECONDS = 0.02
 _MOST_DIGITS = 10
 _PREFIX = "gpumem-processes-"
