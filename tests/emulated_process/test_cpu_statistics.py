@@ -237,6 +237,21 @@ print(torch.ones(2).tolist())
     )
 
 
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_tensors_that_a_test_does_not_see_correctly_are_left_out(run, is_swapped):
+    printed = run(f"""
+from pytest_gpumem.emulating.emulated_process import counter_history
+
+if {is_swapped}:  # as if torch passed the sizes in another order
+    new_tensor = counter_history.new_tensor
+    counter_history.new_tensor = lambda dtype, shape: new_tensor(dtype, shape[::-1])
+counting.start_history()
+tensor = torch.ones(3, 5)
+print([entry["tensor"] is None for entry in counting.history()[0][0]])
+""")
+    assert printed == [f"[{is_swapped}]"]
+
+
 def test_a_recording_that_the_first_allocation_begins_has_its_block(run):
     printed = run("""
 counting.when_it_begins(counting.start_history)

@@ -26,7 +26,12 @@ from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     node_name,
 )
 from pytest_gpumem.torch_support.private_api.native_frames import native_frame
-from pytest_gpumem.torch_support.private_api.tensor_creation import CREATION_FUNCTIONS, creation_functions, new_tensor
+from pytest_gpumem.torch_support.private_api.tensor_creation import (
+    CREATION_FUNCTIONS,
+    creation_functions,
+    new_tensor,
+    tensors_without_memory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,8 +128,21 @@ class CounterHistory:
         if addresses is not None:
             names = [name.encode() for name in CREATION_FUNCTIONS]
             self.library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
+            if self._sees_tensors():
+                self.library.counter_trust_shapes()
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
         self.knows_passes = not backward_runs()
+
+    def _sees_tensors(self) -> bool:
+        """Return whether the dtypes and shapes of test tensors are seen correctly."""
+        seen = (ctypes.c_int64 * 3)()
+        self.library.counter_test_shapes(seen)
+        try:
+            return all(new_tensor(seen[0], seen[1:]) == tensor for tensor in tensors_without_memory())
+        except Exception:  # noqa: BLE001 -- the program may change how torch creates tensors
+            return False
+        finally:
+            self.library.counter_test_shapes(None)
 
     def stop(self) -> None:
         """Stop recording. The history stays, because another thread may read it."""
