@@ -459,8 +459,13 @@ class TypedHistory:
         return lambda *_: None
 
 
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_tensors_at_the_begin_are_known_unless_another_thread_frees_memory_meanwhile(is_busy):
+@pytest.mark.parametrize(
+    ("is_busy", "most_objects", "expected"), [(False, 10**8, "float32[3, 7]"), (True, 10**8, ""), (False, 0, "")]
+)
+def test_tensors_at_the_begin_are_known_in_a_small_process_that_frees_none(
+    is_busy, most_objects, expected, monkeypatch
+):
+    monkeypatch.setattr(block_recorder, "MOST_OBJECTS", most_objects)
     tensor = torch.ones(3, 7)
     history = TypedHistory([tensor])
     numbers = itertools.count()
@@ -469,8 +474,21 @@ def test_tensors_at_the_begin_are_known_unless_another_thread_frees_memory_meanw
     recorder = BlockRecorder(history)
     recorder.begin(with_older=True)
     history.trace, history.active = [_free(tensor.data_ptr(), 84)], {}
-    assert [group.tensor for group in recorder.recorded({})[0].freed] == ["" if is_busy else "float32[3, 7]"]
+    assert [group.tensor for group in recorder.recorded({})[0].freed] == [expected]
     recorder.end()
+
+
+def test_a_history_stays_while_it_is_read_if_the_program_begins_its_own(monkeypatch):
+    history = TypedHistory([torch.ones(3)])
+    recorder, deleted, switches = BlockRecorder(history), [], []
+    monkeypatch.setattr(history, "before_history_changes", lambda call: contextlib.nullcontext(switches.append(call)))
+    recorder.begin()
+    monkeypatch.setattr(history, "delete_history", lambda: deleted.append(history), raising=False)
+    monkeypatch.setattr(history, "frees", switches[0])
+    assert recorder.recorded({}) == {}
+    assert (recorder.failure, deleted) == ("the program records them itself", [])
+    recorder.end()
+    assert deleted == [history]
 
 
 def test_what_fails_in_a_recording_is_its_reason_and_not_an_error(monkeypatch):

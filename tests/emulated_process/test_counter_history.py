@@ -67,10 +67,10 @@ def _in_history(action, address=0, line=0, note=""):
     return {"action": action, "addr": address, "frames": frames, "user_metadata": note}
 
 
-def _lines(entries):
+def _lines(entries, **knows):
     return [
         ([frame["line"] for frame in entry["frames"]], entry["user_metadata"])
-        for entry in with_backward_calls(entries)
+        for entry in with_backward_calls(entries, **knows)
         if entry["action"] == CREATED_NODE
     ]
 
@@ -91,6 +91,11 @@ def test_if_two_backward_passes_run_at_a_time_their_new_nodes_have_no_line():
     calls = [_in_history(BEGAN_BACKWARD, number, 30 + number) for number in (0, 1)]
     new, end = _in_history(CREATED_NODE, 1), _in_history(ENDED_BACKWARD, 0)
     assert _lines([*calls, new, end, new]) == [([], ""), ([31], "")]
+
+
+def test_if_a_backward_pass_ran_before_the_history_no_new_node_has_a_line():
+    call, new = _in_history(BEGAN_BACKWARD, 0, 30), _in_history(CREATED_NODE, 1)
+    assert _lines([call, new], knows_passes=False) == [([], "")]
 
 
 def test_begins_and_ends_of_backward_passes_are_left_out():

@@ -200,10 +200,12 @@ for entry in entries:
 print(alive[second.data_ptr()])
 counting.stop_history()
 make()
+print(len(counting.history()[0][0]) == len(entries))
+counting.delete_history()
 print(counting.history()[0][0])
 """)
     assert " ".join(printed) == (
-        "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 []"
+        "alloc 2000 True True alloc 2000 True True gpumem 1 free_completed 2000 False False None 2000 True []"
     )
 
 
@@ -233,6 +235,21 @@ print(torch.ones(2).tolist())
         "freed|float32[3, 5]=60|float32[3, 5]=60|float32[3, 2]=24|float32[5, 2]=40 by dtype|float64[]=8|bool[]=1 "
         "strided|int16[3, 4]=24 out of memory without tensor|None resized|None [1.0, 1.0]"
     )
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_tensors_that_a_test_does_not_see_correctly_are_left_out(run, is_swapped):
+    printed = run(f"""
+from pytest_gpumem.emulating.emulated_process import counter_history
+
+if {is_swapped}:  # as if torch passed the sizes in another order
+    new_tensor = counter_history.new_tensor
+    counter_history.new_tensor = lambda dtype, shape: new_tensor(dtype, shape[::-1])
+counting.start_history()
+tensor = torch.ones(3, 5)
+print([entry["tensor"] is None for entry in counting.history()[0][0]])
+""")
+    assert printed == [f"[{is_swapped}]"]
 
 
 def test_a_recording_that_the_first_allocation_begins_has_its_block(run):
@@ -359,6 +376,21 @@ print(second[0] - first[0] == third[0] - second[0], first[1:] == second[1:] == t
 """
     )
     assert printed == ["True", "True", "True"]
+
+
+def test_a_recording_knows_whether_a_backward_pass_ran_at_its_start(run):
+    printed = run(f"""
+from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
+
+history = CounterHistory({str(LIBRARY)!r})
+x = torch.ones(3, requires_grad=True)
+x.register_hook(lambda _: history.start(1000))
+x.sum().backward()
+print(history.knows_passes)
+history.start(1000)
+print(history.knows_passes)
+""")
+    assert printed == ["False", "True"]
 
 
 def test_an_exception_under_way_survives_the_recording(run):

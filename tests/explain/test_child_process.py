@@ -162,6 +162,42 @@ def test_tensors_that_later_runs_left_are_removed_by_whole_runs():
     }
 
 
+K, V = blocks(10, ASK, tensor="float32[2, 8]"), blocks(10, ANSWER, tensor="float32[8, 2]")
+
+
+def later_removed(keys, values, older_keys, older_values, *, runs=None, unknown=0):
+    """Return the sites and counts after ``runs`` later runs are removed. Each run keeps this many keys and values."""
+    kept = tuple(replace(each, nbytes=10 * count, count=count) for each, count in ((K, keys), (V, values)))
+    counts = ((K.tensor, older_keys), (V.tensor, older_values), ("", unknown))
+    older = tuple(blocks(10 * count, (), count, tensor=tensor) for tensor, count in counts if count)
+    total = sum(group.nbytes for group in (*older, *kept))
+    peak = total - 10 * (keys + values) * (runs or 1)
+    for groups in ((*older, *kept), (*kept, *older[::-1])):
+        explanation = process_explanation(Recorded(groups, kept), total, peak, site_of, repeats=runs is not None)
+        yield {(row.site, row.tensor, row.count) for row in explanation.peak.rows}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        pytest.param((1, 1, 10, 10), {(K.tensor, 5), (V.tensor, 5)}, id="as many of both"),
+        pytest.param((2, 1, 20, 10), {(K.tensor, 10), (V.tensor, 5)}, id="more of a kind in each run"),
+        pytest.param((1, 1, 13, 7), {(K.tensor, 8), (V.tensor, 2)}, id="more of a kind from earlier"),
+        pytest.param((1, 1, 10, 4, 6), {(K.tensor, 5), (V.tensor, 1), ("", 4)}, id="some without a tensor"),
+    ],
+)
+def test_later_runs_leftovers_of_equal_size_are_removed_by_dtype_and_shape(given, expected):
+    keys, values, older_keys, older_values, *unknown = given
+    for rows in later_removed(keys, values, older_keys, older_values, runs=6, unknown=sum(unknown)):
+        sites = {K.tensor: "serve.py:9", V.tensor: "serve.py:12", "": ""}
+        assert rows == {(sites[tensor], tensor, count) for tensor, count in expected}
+
+
+def test_a_calls_leftovers_of_equal_size_are_removed_by_dtype_and_shape():
+    for rows in later_removed(1, 1, 2, 1):
+        assert rows == {("", K.tensor, 1), ("serve.py:9", K.tensor, 1), ("serve.py:12", V.tensor, 1)}
+
+
 def test_a_tensor_that_each_run_replaces_is_no_leftover_of_later_runs():
     last = blocks(30, ANSWER, tensor="float32[6]")
     kept = (TWO_LINES[0], last)

@@ -258,6 +258,15 @@ def test_a_process_that_is_silent_at_the_begin_makes_the_windows_figures_unknown
     assert [one.process.pid for one in window.usage.silent] == [child.pid]
 
 
+def test_a_process_has_longer_to_answer_at_both_ends_of_a_recorded_window(windows, monkeypatch):
+    seconds = []
+    monkeypatch.setattr(windows, "_divide", lambda most: seconds.append(most) or WindowUsage())
+    for record in (True, False):
+        with windows.window(record=record):
+            pass
+    assert seconds[0] == seconds[1] > seconds[2] == seconds[3]
+
+
 def test_a_killed_process_leaves_its_last_report(windows, start):
     child = start(windows)
     with windows.window() as window:

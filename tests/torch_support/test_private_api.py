@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -636,6 +637,14 @@ def test_a_script_runs_within_a_context_and_tells_which_lists_it_makes_of_tensor
     assert torch.jit.script(Calling())(torch.arange(3)) == [0, 1, 2]
     assert torch.jit.script(torch.nn.functional.relu)(torch.ones(2)).sum() == 2
     assert seen == [(["List[int]"], 1), ([], 1)]
+
+
+def test_a_backward_pass_in_another_thread_is_seen_while_it_runs():
+    x, seen = torch.ones(3, requires_grad=True), []
+    with ThreadPoolExecutor(1) as pool:
+        x.register_hook(lambda _: seen.append(pool.submit(autograd.backward_runs).result()))
+        x.sum().backward()
+    assert (seen, autograd.backward_runs()) == ([True], False)
 
 
 def test_a_release_without_the_name_of_the_engines_run_says_so(monkeypatch):

@@ -15,6 +15,7 @@ from pytest_gpumem.torch_support.private_api.tensor_creation import (
     creation_functions,
     dtypes,
     new_tensor,
+    tensors_without_memory,
 )
 
 DTYPES = [value for value in vars(torch).values() if isinstance(value, torch.dtype)]
@@ -41,6 +42,14 @@ def test_without_the_functions_or_on_another_processor_there_are_none(monkeypatc
     creation_functions.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     assert creation_functions() is None
+
+
+def test_test_tensors_differ_in_dtype_and_shape_and_need_no_memory():
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        tensors = list(tensors_without_memory())
+    assert tensors == [NewTensor("int16", (0, 3), 0), NewTensor("float64", (7, 0), 0)]
+    assert {event.name for event in profiler.events()} >= {"aten::empty", "aten::empty_strided"}
+    assert not any(event.cpu_memory_usage for event in profiler.events())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e5m2])

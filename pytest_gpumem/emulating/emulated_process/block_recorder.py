@@ -63,7 +63,8 @@ MOST_ENTRIES = 2**19
 415 MB on two busy cores (torch 2.13), and the program waits for it. C++ frames add 1.8 s and 170 MB to 100,000 allocations."""
 _BY_PROGRAM = "the program records them itself"
 MOST_OBJECTS = 1_000_000
-"""In a process with more Python objects, no holders are searched, because the program may wait for the search."""
+"""In a process with more Python objects, neither holders nor older tensors are searched, because the program may wait for the
+search."""
 
 
 class Owner(NamedTuple):
@@ -90,7 +91,10 @@ class History(Protocol):
         """Start to record each allocation with its Python frames, and each free."""
 
     def stop_history(self) -> None:
-        """Stop recording, and delete the history."""
+        """Stop recording. Another thread may read the history meanwhile."""
+
+    def delete_history(self) -> None:
+        """Delete the history after the recording has stopped. Nobody may read it meanwhile."""
 
     def stop_calls(self) -> None:
         """Read no more stacks, because Python ends."""
@@ -109,6 +113,7 @@ class History(Protocol):
 
         An allocation may have the running ``node``, as thread and number, and the new ``tensor``. A new node's entry has the
         action `CREATED_NODE`.
+
         If the history has no room for all entries, return a clause that says so.
         """
 
@@ -138,16 +143,20 @@ class CudaHistory:
     def start_history(self) -> None:
         start_cuda_history(native=names_native_frames(), most_entries=MOST_ENTRIES)
         if self._nodes is not None:
-            self._nodes.start(MOST_ENTRIES)
             # It stays from the first recording on, because the program may have replaced the function as well.
             if not self._notes_backward:
                 self._notes_backward = True
                 self._entered.enter_context(engine_run_within(self._nodes.backward))
+            self._nodes.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
         stop_cuda_history()
         if self._nodes is not None:
             self._nodes.stop()
+
+    def delete_history(self) -> None:
+        if self._nodes is not None:
+            self._nodes.delete()
 
     def stop_calls(self) -> None:
         if self._nodes is not None:
@@ -218,6 +227,12 @@ class BlockRecorder:
                 self._older = self._tensors_now()
 
     def end(self) -> None:
+        """End the recording, if there is one, and delete the history."""
+        self._stop()
+        with suppress(Exception):
+            self._history.delete_history()
+
+    def _stop(self) -> None:
         """End the recording, if there is one."""
         recording, self._recording = self._recording, None
         if recording is not None:
@@ -225,7 +240,12 @@ class BlockRecorder:
                 recording.close()
 
     def _tensors_now(self) -> Mapping[int, Mapping[int, Owner]]:
-        """Return the tensors that exist now. Empty if another thread frees memory meanwhile, and perhaps uses it again."""
+        """Return the tensors that exist now. Empty if the search might be wrong or would take long.
+
+        For example, another thread may free a tensor's memory meanwhile, and use it again.
+        """
+        if _has_many_objects():
+            return {}
         frees = self._history.frees()
         history = self._history.history()
         if isinstance(history, str):
@@ -246,9 +266,12 @@ class BlockRecorder:
         self._history.stop_calls()
 
     def _give_way(self) -> None:
-        """End the recording, because the program begins to record its history itself."""
-        self.end()
+        """End the recording, because the program begins to record its history itself.
+
+        The program calls this in any thread, while another thread may read the history. So the history is deleted later.
+        """
         self.failure = _BY_PROGRAM
+        self._stop()
 
     def recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool = False) -> Mapping[int, Recorded]:
         """Return the recorded blocks by GPU. The mapping is empty without a recording; `failure` says why.
@@ -257,13 +280,17 @@ class BlockRecorder:
             workspaces: The workspaces that count once, by GPU.
             with_holders: Whether to search the holders of retained blocks.
         """
-        if self._recording is None:
+        if not self._is_recording():
             return {}
         try:
-            return self._recorded(workspaces, with_holders=with_holders)
+            recorded = self._recorded(workspaces, with_holders=with_holders)
         except Exception as error:  # noqa: BLE001 -- the program's objects may do anything
             self.failure = _text_of(error)
             return {}
+        return recorded if self._is_recording() else {}  # the program may have begun its own history meanwhile
+
+    def _is_recording(self) -> bool:
+        return self._recording is not None
 
     def _recorded(self, workspaces: Mapping[int, Workspaces], *, with_holders: bool) -> Mapping[int, Recorded]:
         frees = self._history.frees()
@@ -314,13 +341,17 @@ def retained_holders(
         are_live: Returns whether all blocks are still live.
     """
     # Frozen objects are hidden. To see them, the heap would be thawed and frozen again, and then hides new garbage as well.
-    if is_heap_frozen() or len(gc.get_objects()) > MOST_OBJECTS:
+    if is_heap_frozen() or _has_many_objects():
         return {}
     with suppress(Exception):  # other threads change the program's objects meanwhile
         holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
         # After a free in another thread, a block may be gone, and its address may belong to another tensor.
         return holders if are_live() else {}
     return {}
+
+
+def _has_many_objects() -> bool:
+    return len(gc.get_objects()) > MOST_OBJECTS
 
 
 def _text_of(error: Exception) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
+from pytest_gpumem.torch_support.private_api.autograd import backward_runs
 from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     NEXT_NUMBER,
     NodeFunctions,
@@ -25,7 +26,12 @@ from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     node_name,
 )
 from pytest_gpumem.torch_support.private_api.native_frames import native_frame
-from pytest_gpumem.torch_support.private_api.tensor_creation import CREATION_FUNCTIONS, creation_functions, new_tensor
+from pytest_gpumem.torch_support.private_api.tensor_creation import (
+    CREATION_FUNCTIONS,
+    creation_functions,
+    new_tensor,
+    tensors_without_memory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -108,6 +114,8 @@ class CounterHistory:
         self.library.counter_note.argtypes = [ctypes.c_int64]
         self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
         self._passes = itertools.count()
+        self.knows_passes = True
+        """False if a backward pass already ran when the recording started."""
         self._notes = {"": 0}
         """The noted numbers, by the texts in `note`."""
 
@@ -120,11 +128,29 @@ class CounterHistory:
         if addresses is not None:
             names = [name.encode() for name in CREATION_FUNCTIONS]
             self.library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
+            if self._sees_tensors():
+                self.library.counter_trust_shapes()
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
+        self.knows_passes = not backward_runs()
+
+    def _sees_tensors(self) -> bool:
+        """Return whether the dtypes and shapes of test tensors are seen correctly."""
+        seen = (ctypes.c_int64 * 3)()
+        self.library.counter_test_shapes(seen)
+        try:
+            return all(new_tensor(seen[0], seen[1:]) == tensor for tensor in tensors_without_memory())
+        except Exception:  # noqa: BLE001 -- the program may change how torch creates tensors
+            return False
+        finally:
+            self.library.counter_test_shapes(None)
 
     def stop(self) -> None:
-        """Stop recording, and delete the history."""
-        self._with_lock.counter_stop_recording()
+        """Stop recording. The history stays, because another thread may read it."""
+        self.library.counter_stop_recording()
+
+    def delete(self) -> None:
+        """Stop recording, and delete the history. Nobody may read it meanwhile."""
+        self._with_lock.counter_delete_history()
 
     def stop_calls(self) -> None:
         """Call Python no more, because it ends."""
@@ -187,7 +213,9 @@ class CounterHistory:
             }
             for event in events[: counts[0]]
         ]
-        return with_backward_calls(entries), {block.address: block.bytes for block in alive[: counts[1]]}
+        return with_backward_calls(entries, knows_passes=self.knows_passes), {
+            block.address: block.bytes for block in alive[: counts[1]]
+        }
 
 
 def _frames_of(event: _Event, stacks: dict[bytes, list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -216,12 +244,16 @@ def _tensor_of(event: _Event, tensors: dict[tuple[int, ...], NewTensor | None]) 
     return tensors[key]
 
 
-def with_backward_calls(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_backward_calls(entries: Iterable[dict[str, Any]], *, knows_passes: bool = True) -> list[dict[str, Any]]:
     """Return the entries without the begins and ends of backward passes.
 
     If backward creates a node (``create_graph=True``) in a thread without Python code, the node gets the stack of the call that
     began the backward pass. In a thread without a note, it gets the call's note. If several passes run at this time, the node
     stays as it is.
+
+    Args:
+        entries: The history's entries.
+        knows_passes: False if passes began before the history. Then all nodes stay as they are.
     """
     passes: dict[int, dict[str, Any]] = {}
     kept = []
@@ -230,7 +262,7 @@ def with_backward_calls(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any
             passes[entry["addr"]] = entry
         elif entry["action"] == ENDED_BACKWARD:
             passes.pop(entry["addr"], None)
-        elif entry["action"] == CREATED_NODE and entry["addr"] and len(passes) == 1:
+        elif entry["action"] == CREATED_NODE and entry["addr"] and knows_passes and len(passes) == 1:
             (call,) = passes.values()
             kept.append({**entry, **{key: entry[key] or call[key] for key in ("frames", "user_metadata")}})
         else:

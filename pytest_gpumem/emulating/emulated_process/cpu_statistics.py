@@ -131,8 +131,12 @@ class CpuStatistics:
         self._recording.start(MOST_ENTRIES)
 
     def stop_history(self) -> None:
-        """Stop recording, and delete the history."""
+        """Stop recording."""
         self._recording.stop()
+
+    def delete_history(self) -> None:
+        """Delete the history. Nobody may read it meanwhile."""
+        self._recording.delete()
 
     def note_on_allocations(self, text: str) -> None:
         """Let the history show a text as ``user_metadata`` at each further allocation in this thread."""

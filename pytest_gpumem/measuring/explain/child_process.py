@@ -104,17 +104,16 @@ def _without_earlier(recorded: Recorded, most_bytes: int, *, repeats: bool) -> t
         most_bytes: The most bytes to remove.
         repeats: True if any number of runs came between the measured run and the recorded run.
     """
-    kinds = {kind for group in recorded.retained for kind in (_kind(group), _kind(replace(group, tensor="")))}
-    left = _sizes(recorded.retained) - _sizes(recorded.freed)
-    each_run = sum(size * count for size, count in left.items())
+    left = _numbers(recorded.retained) - _numbers(recorded.freed)
+    each_run = sum(size * count for (tensor, size), count in left.items() if not tensor)
     runs = most_bytes // each_run if repeats and each_run else 1
-    room = Counter({size: count * runs for size, count in left.items()})
+    room = Counter({kind: count * runs for kind, count in left.items()})
     kept, removed = [], 0
     for group in sorted(recorded.at_peak, key=lambda group: not group.tensor):
-        size = group.nbytes // group.count
-        is_left = _is_older(group) and _kind(group) in kinds
-        count = min(group.count, room[size], (most_bytes - removed) // size) if is_left else 0
-        room[size] -= count
+        size, kinds = group.nbytes // group.count, _kinds(group)
+        most = (most_bytes - removed) // size
+        count = min(group.count, most, *(room[kind] for kind in kinds)) if _is_older(group) else 0
+        room.subtract(dict.fromkeys(kinds, count))
         removed += count * size
         if count < group.count:
             kept.append(replace(group, nbytes=group.nbytes - count * size, count=group.count - count))
@@ -132,13 +131,13 @@ def _with_lines(
     kept: dict[tuple[str, int], list[Row]] = {}
     for group in recorded.retained:
         kept.setdefault(_kind(group), []).append(_row(group, site_of))
-    freed = _sizes(recorded.freed)
+    freed = _numbers(recorded.freed)
     rows: list[Row] = []
     guessed = 0
     for group in at_peak:
         row, equal = _row(group, site_of), kept.get(_kind(group))
         if equal and group.tensor and _is_older(group):
-            is_replaced = group.nbytes // group.count in freed
+            is_replaced = ("", group.nbytes // group.count) in freed
             rows += _rows_of_earlier_runs(row, equal, recorded.modules, is_replaced=is_replaced)
             guessed += row.nbytes
         else:
@@ -172,12 +171,17 @@ def _rows_of_earlier_runs(row: Row, kept: Iterable[Row], modules: Iterable[str],
     return rows
 
 
-def _sizes(blocks: Iterable[RecordedBlocks]) -> Counter[int]:
-    """Count blocks by their size."""
-    sizes = Counter[int]()
+def _numbers(blocks: Iterable[RecordedBlocks]) -> Counter[tuple[str, int]]:
+    """Count blocks by their kind. All blocks of a size also count as the kind without a tensor."""
+    numbers = Counter[tuple[str, int]]()
     for group in blocks:
-        sizes[group.nbytes // group.count] += group.count
-    return sizes
+        numbers.update(dict.fromkeys(_kinds(group), group.count))
+    return numbers
+
+
+def _kinds(group: RecordedBlocks) -> set[tuple[str, int]]:
+    """Return the blocks' kind and the kind without a tensor."""
+    return {_kind(group), _kind(replace(group, tensor=""))}
 
 
 def _kind(group: RecordedBlocks) -> tuple[str, int]:

@@ -53,8 +53,8 @@ ANSWER_SECONDS = 10.0
 """A process has this many seconds to answer. A stopped process does not, and neither does a process in a long call with the
 interpreter's lock."""
 _RECORDED_SECONDS = 60.0
-"""The same for a process that recorded its allocations, because it looks at up to 2**19 entries of the history. 300,000 entries
-took 5.4 s on two busy cores."""
+"""The same for a process that records its allocations. At the begin, a search for 200,000 older tensors took 7.5 s on two
+busy cores. At the end, 300,000 entries took 5.4 s, and a history has at most 2**19."""
 _LOOK_SECONDS = 0.02
 _MOST_DIGITS = 10
 _PREFIX = "gpumem-processes-"
@@ -252,6 +252,7 @@ class ProcessWindows:
             look: A function called several times a second with the pids of all descendants, in another thread.
         """
         window = Window()
+        seconds = _RECORDED_SECONDS if record else ANSWER_SECONDS
         flag = self._folder / RECORD
         if record:
             if not self._folder.is_dir():
@@ -259,7 +260,7 @@ class ProcessWindows:
             flag.touch()
         try:
             # Without an answer now, a process has no new peaks, so its figures in this window will be too large.
-            begin_part = self._divide()
+            begin_part = self._divide(seconds)
             unasked = begin_part.unknown if self._listener is None else ()
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
@@ -267,7 +268,7 @@ class ProcessWindows:
             with ChildWatch(self._folder, self._older, look) as watch:
                 yield window
             flag.unlink(missing_ok=True)
-            self._divide(_RECORDED_SECONDS if record else ANSWER_SECONDS)
+            self._divide(seconds)
             unseen = watch.unseen()
             if unseen and not self._folder.is_dir():
                 # No process can report, so another cause of being unseen would be a guess.

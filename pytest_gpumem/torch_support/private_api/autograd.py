@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.torch_support.private_api.attributes import replaced
@@ -83,6 +85,12 @@ def engine_run_within(around: Callable[[Sequence[Any]], AbstractContextManager[o
 
 
 ENGINE_RUN = "_engine_run_backward"
+
+
+def backward_runs() -> bool:
+    """Return whether any thread runs a backward pass that Python code began."""
+    frames = (frame for innermost in sys._current_frames().values() for frame, _ in walk_stack(innermost))
+    return any(frame.f_code.co_name == ENGINE_RUN for frame in frames)
 
 
 def engine_run_is_seen() -> bool:

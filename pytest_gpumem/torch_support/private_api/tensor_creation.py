@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import torch
 
@@ -78,7 +78,21 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def tensors_without_memory() -> Iterator[NewTensor]:
+    """Create a tensor with each of `CREATION_FUNCTIONS`, and then return its dtype and shape. They have no elements."""
+    import torch
+
+    torch.empty((0, 3), dtype=torch.int16, device="cpu")
+    yield _new_tensor(torch.int16, (0, 3))
+    torch.empty_strided((7, 0), (1, 7), dtype=torch.float64, device="cpu")
+    yield _new_tensor(torch.float64, (7, 0))
+
+
+def _new_tensor(dtype: torch.dtype, shape: Sequence[int]) -> NewTensor:
+    return NewTensor(_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize)
+
+
 def new_tensor(number: int, shape: Sequence[int]) -> NewTensor | None:
     """Return a new tensor from the number for its dtype. ``None`` if the number is unknown."""
     dtype = dtypes().get(number)
-    return None if dtype is None else NewTensor(_name(dtype), tuple(shape), math.prod(shape) * dtype.itemsize)
+    return None if dtype is None else _new_tensor(dtype, shape)

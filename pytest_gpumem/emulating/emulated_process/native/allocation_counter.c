@@ -154,6 +154,8 @@ static int has_begun;
 static __thread int is_calling;
 static __thread int64_t current_note;
 static __thread struct shape new_shape = {-1, 0, NULL}; /* of the tensor for which the thread is about to allocate memory */
+static __thread int64_t *test_shape; /* room for the dtype and two sizes of a tensor in a test, or NULL */
+static int trusts_shapes;            /* tests have shown correct dtypes and shapes */
 
 /* Where published bytes come from: all allocations on the CPU, CUDA's allocator, or the allocations on the CPU in threads that a
    profiler records. */
@@ -432,20 +434,29 @@ typedef void *(*empty_strided)(void *, const int64_t *, size_t, const int64_t *,
 static empty torchs_empty;
 static empty_strided torchs_empty_strided;
 
+/* Note the shape of a tensor for which memory is about to be allocated. */
+static void note_shape(int64_t dtype, size_t dims, const int64_t *sizes) {
+    if (test_shape && dims == 2) {
+        test_shape[0] = (int8_t)dtype;
+        memcpy(test_shape + 1, sizes, dims * sizeof *sizes);
+    } else if (__atomic_load_n(&trusts_shapes, __ATOMIC_RELAXED))
+        new_shape = (struct shape){(int8_t)dtype, dims, sizes};
+}
+
 static void restore_shape(struct shape *outer) { new_shape = *outer; }
 
 /* Torch's function raises a C++ exception if memory runs out. Then `restore_shape` is called as well. */
 static void *noted_empty(void *tensor, const int64_t *sizes, size_t dims, void *allocator, uint64_t keys, int64_t dtype,
                          int64_t format) {
     __attribute__((cleanup(restore_shape))) struct shape outer = new_shape;
-    new_shape = (struct shape){(int8_t)dtype, dims, sizes};
+    note_shape(dtype, dims, sizes);
     return torchs_empty(tensor, sizes, dims, allocator, keys, dtype, format);
 }
 
 static void *noted_empty_strided(void *tensor, const int64_t *sizes, size_t dims, const int64_t *strides, size_t stride_count,
                                  void *allocator, uint64_t keys, int64_t dtype) {
     __attribute__((cleanup(restore_shape))) struct shape outer = new_shape;
-    new_shape = (struct shape){(int8_t)dtype, dims, sizes};
+    note_shape(dtype, dims, sizes);
     return torchs_empty_strided(tensor, sizes, dims, strides, stride_count, allocator, keys, dtype);
 }
 #endif
@@ -603,7 +614,7 @@ int counter_watch_nodes(const struct autograd *functions, const char *next_numbe
     return is_found = replace_all(replacements);
 }
 
-/* Record the dtypes and shapes of new tensors from now on. The functions and their names are those of `empty` and
+/* See the dtypes and shapes of new tensors from now on. They are recorded after `counter_trust_shapes`. The functions and their names are those of `empty` and
    `empty_strided`. Return 0 if no library calls them. */
 int counter_watch_tensors(void *const functions[2], const char *const names[2]) {
     static int is_found;
@@ -621,6 +632,12 @@ int counter_watch_tensors(void *const functions[2], const char *const names[2]) 
 #endif
     return is_found;
 }
+
+/* Write the dtype and the sizes of each new tensor with two dimensions in this thread. With NULL, write nothing. */
+void counter_test_shapes(int64_t shape[3]) { test_shape = shape; }
+
+/* Record dtypes and shapes from now on. */
+void counter_trust_shapes(void) { __atomic_store_n(&trusts_shapes, 1, __ATOMIC_RELAXED); }
 
 /* Forget everything that was counted, and call a function after the next allocation. */
 void counter_begin(void (*begin)(void)) {
@@ -663,8 +680,15 @@ void counter_note_backward(int64_t kind, uintptr_t number) {
 /* Note a number at each further allocation of the calling thread. */
 void counter_note(int64_t note) { current_note = note; }
 
-/* Delete the history. The caller has Python's lock. */
+/* Record no more. The history stays, because another thread may read it. */
 void counter_stop_recording(void) {
+    pthread_mutex_lock(&lock);
+    is_recording = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+/* Stop recording, and delete the history. The caller has Python's lock, and nobody reads the history. */
+void counter_delete_history(void) {
     pthread_mutex_lock(&lock);
     struct event *old = events;
     size_t count = event_count;
@@ -681,11 +705,11 @@ void counter_stop_recording(void) {
     free(old);
 }
 
-/* Begin a new history. The caller has Python's lock. */
+/* Delete the history, and begin a new one. The caller has Python's lock, and nobody reads the history. */
 void counter_record(size_t most) {
     void *native[MOST_NATIVE_FRAMES];
     (void)!backtrace(native, MOST_NATIVE_FRAMES); /* the first call loads a library */
-    counter_stop_recording();
+    counter_delete_history();
     pthread_mutex_lock(&lock);
     most_events = most;
     is_cut = 0;
