@@ -245,7 +245,9 @@ from pytest_gpumem.emulating.emulated_process import counter_history
 if {is_swapped}:  # as if torch passed the sizes in another order
     new_tensor = counter_history.new_tensor
     counter_history.new_tensor = lambda dtype, shape: new_tensor(dtype, shape[::-1])
-counting.start_history()
+with torch.overrides.TorchFunctionMode() as mode:
+    mode.__class__ = type("Mode", (type(mode),), {{"__torch_function__": lambda *_: print("seen")}})
+    counting.start_history()
 tensor = torch.ones(3, 5)
 print([entry["tensor"] is None for entry in counting.history()[0][0]])
 """)

@@ -25,6 +25,7 @@ from pytest_gpumem.torch_support.private_api.autograd_nodes import (
     node_functions,
     node_name,
 )
+from pytest_gpumem.torch_support.private_api.dispatch import beneath_modes
 from pytest_gpumem.torch_support.private_api.native_frames import native_frame
 from pytest_gpumem.torch_support.private_api.tensor_creation import (
     CREATION_FUNCTIONS,
@@ -138,7 +139,8 @@ class CounterHistory:
         seen = (ctypes.c_int64 * 3)()
         self.library.counter_test_shapes(seen)
         try:
-            return all(new_tensor(seen[0], seen[1:]) == tensor for tensor in tensors_without_memory())
+            with beneath_modes():  # the program's modes must not see these tensors
+                return all(new_tensor(seen[0], seen[1:]) == tensor for tensor in tensors_without_memory())
         except Exception:  # noqa: BLE001 -- the program may change how torch creates tensors
             return False
         finally:

@@ -614,8 +614,8 @@ int counter_watch_nodes(const struct autograd *functions, const char *next_numbe
     return is_found = replace_all(replacements);
 }
 
-/* See the dtypes and shapes of new tensors from now on. They are recorded after `counter_trust_shapes`. The functions and their names are those of `empty` and
-   `empty_strided`. Return 0 if no library calls them. */
+/* See the dtypes and shapes of new tensors from now on. They are recorded after `counter_trust_shapes`. The functions and their
+   names are those of `empty` and `empty_strided`. Return 0 if no library calls them. */
 int counter_watch_tensors(void *const functions[2], const char *const names[2]) {
     static int is_found;
 #if defined(__x86_64__)
