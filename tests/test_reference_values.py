@@ -110,7 +110,7 @@ def test_api_every_class_that_a_value_or_method_leads_to_has_an_entry():
     types += [str(inspect.signature(method).return_annotation) for method in methods]
     named = set(re.findall(r"\b(?<!torch\.)[A-Z]\w+", " ".join(types)))
     # The session gives these to a device; the steps read these from a config.
-    internal = {"Alone", "DeviceLock", "Routing", "SharedMemory", "Checkpointing", "Sharding"}
+    internal = {"Alone", "DeviceLock", "Routing", "SharedBytes", "SharedMemory", "Checkpointing", "Sharding"}
     of_python = {"AbstractContextManager", "Generator", "Iterator", "Mapping", "NoReturn", "None", "Sequence"}
     assert {"Tally", "OverTime", "Loading", "Estimate"} <= named
     assert named - internal - of_python - set(entries(text)) == set()
