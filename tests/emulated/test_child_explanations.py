@@ -220,7 +220,7 @@ thorough = pytest.mark.thorough
     ("command", "at_peak"),
     [
         pytest.param("compared.py", "backward", id="a script"),
-        pytest.param("compared.py", "double backward", id="a script that differentiates twice"),
+        pytest.param("compared.py", "double backward", id="a script that differentiates twice", marks=thorough),
         pytest.param("compared.py", "forward", id="a script in forward", marks=thorough),
         pytest.param("compared.py", "recomputed", id="a script that recomputes", marks=thorough),
         pytest.param("spawn.py", "backward", id="torch.multiprocessing", marks=thorough),

@@ -1,14 +1,8 @@
-"""Launched jobs on an emulated GPU."""
+"""Launched jobs on an emulated GPU. `test_launch_in_full` has those that also run on the CPU."""
 
 from __future__ import annotations
 
 import re
-
-from tests.support.launched_jobs import (  # noqa: F401 -- pytest collects them here
-    session,
-    test_a_job_whose_figures_would_be_too_low_fails_with_the_reason,
-    test_each_process_has_the_peak_that_it_prints_and_a_grown_process_is_red,
-)
 
 READS = """
 import torch

@@ -1,4 +1,7 @@
-"""A served model on an emulated GPU: requests repeat to the byte, and the gate finds each request's kept KV cache."""
+"""A served model on an emulated GPU: requests repeat to the byte, and the gate finds each request's kept KV cache.
+
+They belong to thorough runs, because `test_transformers_serve` gates a server by default.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,8 @@ def test_a_long_prompt(generate):
 TESTS = ("test_ten_requests", "test_a_long_prompt")
 KEY = "call: served_model.py"
 
+pytestmark = pytest.mark.thorough
+
 
 def environment(folder, **variables):
     return Processes(folder).code("", **variables)["env"]
@@ -71,14 +76,12 @@ def memory_after(server, requests):
     return server.request("/memory")
 
 
-@pytest.mark.thorough
 def test_live_memory_is_the_same_after_each_request(server):
     first = memory_after(server, 1)
     assert memory_after(server, 9) == first
     assert memory_after(server, 20) == first
 
 
-@pytest.mark.thorough
 def test_a_kept_kv_cache_grows_live_memory_by_its_bytes(server, tmp_path):
     clean = memory_after(server, 1)
     with serve(environment(tmp_path, LEAK=1), tmp_path) as leaking:
@@ -86,7 +89,6 @@ def test_a_kept_kv_cache_grows_live_memory_by_its_bytes(server, tmp_path):
     assert leaked == [clean["requested"] + requests * CACHE for requests in (1, 10, 30)]
 
 
-@pytest.mark.thorough
 def test_a_server_ends_well_at_sigterm(tmp_path):
     with serve(environment(tmp_path), tmp_path) as started:
         process = started.process
@@ -134,7 +136,6 @@ def test_the_gate_has_the_servers_own_peaks_and_finds_its_kept_caches(session, t
     assert "holder not found" not in leaking.stdout
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "tests"),
     [
