@@ -30,10 +30,12 @@ def test_job(gpumem, way):
     imbalance = job.measurement.metrics.get("imbalance")
     assert imbalance == (printed[1] / printed[0] if way == "torchrun" else None)
 """
-QUICK = ("grandchild", "os.fork", "spawn", "torchrun", "pool", "exit function")
+QUICK = ("grandchild", "spawn", "torchrun", "pool")
 WAYS = (
     *QUICK,
     *(
+        "os.fork",
+        "exit function",
         "script",
         "child",
         "shell",
