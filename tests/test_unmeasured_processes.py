@@ -121,9 +121,9 @@ def test_strict_mode_fails_each_test_with_a_process_that_was_not_seen(session):
     headlines = [line for line in result.outlines if "(required by --gpumem-strict): " in line[:60]]
     not_certain = "Not certain (required by --gpumem-strict): not all of the test's processes were measured"
     not_measured = f"Not measured (required by --gpumem-strict): {HELD_NOTHING}; not seen: `"
-    told = [line for line in headlines if not line.startswith("FAILED")]
-    assert (told[0], told[2]) == (not_certain, not_certain)
-    assert told[1].startswith(not_measured)
+    shown = [line for line in headlines if not line.startswith("FAILED")]
+    assert (shown[0], shown[2]) == (not_certain, not_certain)
+    assert shown[1].startswith(not_measured)
     notes = [line for line in result.outlines if "note: " in line]
     assert len(notes) == 2, "a failure has its processes, so the table has no note of its own"
 

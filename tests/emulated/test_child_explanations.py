@@ -276,9 +276,9 @@ def tensors_of_two_lines(failure):
     lines = [1 + number for number, code in enumerate(TWO_LINES_SERVER.splitlines()) if "KEPT.append(" in code]
     by_step, _, at_peak = failure.partition("kept by each step")[2].partition("what grew")
     rows = r"other .* server.py:(\d+) +add +(\d+) x float32\[1024, 256\]"
-    found = [dict(re.findall(rows, part.partition("note:")[0])) for part in (by_step, at_peak)]
-    assert [set(map(int, part)) for part in found] == [set(lines)] * 2, failure
-    return [[int(count) for count in part.values()] for part in found]
+    counts = [dict(re.findall(rows, part.partition("note:")[0])) for part in (by_step, at_peak)]
+    assert [set(map(int, part)) for part in counts] == [set(lines)] * 2, failure
+    return [[int(count) for count in part.values()] for part in counts]
 
 
 @pytest.mark.thorough
