@@ -170,7 +170,7 @@ def test_a_process_that_a_rank_starts_is_named_by_its_program_and_the_rank(job, 
     for rank in range(RANKS):
         own = peaks[f"loop rank {rank} of 2"]
         own = own.get(f"cuda:{rank}", own)["peak_allocated"]
-        assert peaks[f"loop: -c rank {rank} of 2"]["peak_allocated"] == 4 << 20
+        assert peaks[f"loop: python -c rank {rank} of 2"]["peak_allocated"] == 4 << 20
         together = peaks[f"loop: all processes rank {rank} of 2"]
         # Both processes of rank 0 use the first GPU.
         by_gpu = {gpu: metrics["peak_allocated"] for gpu, metrics in together.items()} if rank else together

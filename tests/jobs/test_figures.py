@@ -29,7 +29,7 @@ SPAWNED = "from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5
             ["python3", "-m", "vllm.entrypoints.openai.api_server", "--port", "8000"],
             "-m vllm.entrypoints.openai.api_server",
         ),
-        (["python", "-c", "print(1)"], "-c"),
+        (["python", "-c", "print(1)"], "python -c"),
         (["python", "-c", SPAWNED, "--multiprocessing-fork"], "multiprocessing"),
         (["python", "-c", "from multiprocessing.forkserver import main; main(1)"], "multiprocessing"),
         (["python", "-"], "python"),

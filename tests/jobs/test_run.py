@@ -159,6 +159,10 @@ def test_after_its_time_a_command_is_ended_with_its_children(tmp_path):
     wait_until_ended([int(str(raised.value).splitlines()[-1])])
 
 
+def test_a_timeout_of_more_seconds_than_a_clock_counts_is_no_limit(tmp_path):
+    assert job(python("-c", "print(1)"), tmp_path, timeout=10**400).status == 0
+
+
 @pytest.mark.parametrize(
     ("code", "seen"),
     [

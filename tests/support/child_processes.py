@@ -224,8 +224,8 @@ def test_workers_that_change_places_are_green_and_a_grown_worker_is_the_only_red
     peaks = {
         metric for metric in failing_of(verdict) if metric.endswith(".peak_allocated")
     }  # reserved bytes come in segments
-    assert peaks == {"call: -c.peak_allocated", "call: all processes.peak_allocated"}
-    assert "its peak fits the baseline of -c, so these processes may have changed places" in grown.stdout
+    assert peaks == {"call: python -c.peak_allocated", "call: all processes.peak_allocated"}
+    assert "its peak fits the baseline of python -c, so these processes may have changed places" in grown.stdout
 
 
 SILENT = r"did not report its memory within 10 seconds, so its memory is not known\. It is stopped, or in a long call"

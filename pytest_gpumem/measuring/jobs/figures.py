@@ -430,7 +430,7 @@ def program_name(command: Sequence[str]) -> str:
         if word in _OPTIONS_WITH_VALUE:
             next(words, None)
         elif word == "-c":
-            return "multiprocessing" if next(words, "").startswith(_MULTIPROCESSING) else "-c"
+            return "multiprocessing" if next(words, "").startswith(_MULTIPROCESSING) else "python -c"
         elif word == "-m":
             return f"-m {next(words, '')}".rstrip()
         elif not word.startswith("-"):

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ def run_job(
     """
     if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` raises if the name is too long
         raise JobError(f"`{shown_command(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
     with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name, ExitStack() as undo:
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
         reports.mkdir(mode=0o700)

@@ -85,8 +85,8 @@ class WindowUsage:
     """Each process's usage in this window."""
     killed: tuple[ProcessUsage, ...] = ()
     """The last reports of killed processes. Their peaks are lower bounds."""
-    silent: tuple[ProcessUsage, ...] = ()
-    """The last reports of running processes that did not answer in time."""
+    silent: tuple[str, ...] = ()
+    """A sentence for each running process that did not answer in time."""
     unknown: tuple[str, ...] = ()
     """A sentence for each process whose memory is not known for another reason, for example because its report is invalid."""
     unseen: tuple[Unseen, ...] = ()
@@ -103,7 +103,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     """Return consecutive parts of a window as a single window."""
     usages: dict[_Key, ProcessUsage] = {}
     killed: dict[_Key, ProcessUsage] = {}
-    silent: dict[_Key, ProcessUsage] = {}
+    silent: dict[str, None] = {}
     unknown: dict[str, None] = {}
     unseen: dict[Unseen, None] = {}
     importing: dict[str, None] = {}
@@ -114,7 +114,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
             key = _key(usage)
             usages[key] = _joined_usage(usages[key], usage) if key in usages else usage
         killed |= {_key(usage): usage for usage in part.killed}
-        silent |= {_key(usage): usage for usage in part.silent}
+        silent |= dict.fromkeys(part.silent)
         unknown |= dict.fromkeys(part.unknown)
         unseen |= dict.fromkeys(part.unseen)
         importing |= dict.fromkeys(part.importing)
@@ -123,7 +123,7 @@ def joined(parts: Iterable[WindowUsage]) -> WindowUsage:
     return WindowUsage(
         tuple(usages.values()),
         tuple(killed.values()),
-        tuple(silent.values()),
+        tuple(silent),
         tuple(unknown),
         tuple(unseen),
         tuple(importing),
@@ -323,7 +323,7 @@ class ProcessWindows:
         answers = {} if self._listener is None else self._answers(asked, seconds)
         usages = [self._with_live_first(usage) for usage in answers.values()]
         killed: list[ProcessUsage] = []
-        silent: list[ProcessUsage] = []
+        silent: list[str] = []
         reports = read_reports(self._folder)
         unknown = [*self._invalid, *reports.invalid.values()]
         self._invalid.clear()
@@ -339,7 +339,10 @@ class ProcessWindows:
                         f"`{command_text(usage)}` runs, and cannot be asked for its GPU memory, because {_NO_SOCKETS}"
                     )
                 else:
-                    silent.append(usage)
+                    silent.append(
+                        f"`{command_text(usage)}` did not report its memory within {seconds:g} seconds, so its memory is not "
+                        "known. It is stopped, or in a long call that keeps Python's lock"
+                    )
                 continue
             (usages if usage.ended is not None else killed).append(self._with_live_first(usage))
             path.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from pytest_gpumem.measuring.jobs.figures import (
     job_figures,
     killed_text,
 )
-from pytest_gpumem.measuring.jobs.windows import ANSWER_SECONDS, ProcessWindows, Window, command_text
+from pytest_gpumem.measuring.jobs.windows import ProcessWindows, Window, command_text
 from pytest_gpumem.measuring.measure.growth import WINDOW
 from pytest_gpumem.measuring.measure.reading import Figures
 
@@ -246,13 +246,8 @@ def check_processes(window: WindowUsage, device: Device) -> None:
     """Raise `MeasuringError` if the memory of a process that the test used is not known."""
     if _lacking(device) is not None:
         return
-    for sentence in window.unknown:
+    for sentence in (*window.unknown, *window.silent):
         raise MeasuringError(sentence)
-    for usage in window.silent:
-        raise MeasuringError(
-            f"`{command_text(usage)}` did not report its memory within {ANSWER_SECONDS:g} seconds, so its memory is not "
-            "known. It is stopped, or in a long call that keeps Python's lock"
-        )
     for usage in window.killed:
         is_in_pool = _POOL_WORKER in usage.process.name
         mend = "end its pool by close() and join()" if is_in_pool else "end it by terminate() and not by kill()"
