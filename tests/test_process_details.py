@@ -75,7 +75,7 @@ def session(project, monkeypatch):
 
 
 def test_each_process_has_its_command_position_parent_rank_and_end(project, session):
-    result = session(max_gb="1e-9")
+    result = session("--gpumem-explain=never", max_gb="1e-9")
     assert result.ret == 1
     (entry,) = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
     measurements = [verdict["measurement"] for verdict in entry["verdict"]["verdicts"]]

@@ -113,7 +113,8 @@ def session(processes, tmp_path):
 
     def run(test, *arguments, new=False, **variables):
         (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
-        return processes.pytest("--junitxml=report.xml", *arguments, new=new, timeout=1200, **variables)
+        words = ("--junitxml=report.xml", "--gpumem-explain=never", *arguments)
+        return processes.pytest(*words, new=new, timeout=1200, **variables)
 
     return run
 

@@ -22,7 +22,7 @@ import pytest
 
 @pytest.mark.parametrize("way", {ways!r})
 def test_job(gpumem, way):
-    job = gpumem.launch([sys.executable, "job.py", way], timeout={timeout})
+    job = gpumem.launch([sys.executable, "job.py", way], timeout=10 if way == "hanging" else 300)
     printed = sorted(map(int, re.findall(r"PEAK (\\d+)", job.stdout)))
     assert printed
     assert sorted(process.peak_allocated for process in job.processes.values()) == printed
@@ -64,9 +64,10 @@ NAMED = "job.py rank 1 has the largest peak of all ranks, 12.58 MB, and job.py r
 def session(processes, tmp_path):
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
 
-    def run(*arguments, ways=QUICK, timeout=300, **variables):
-        (tmp_path / "test_it.py").write_text(TEST.format(ways=tuple(ways), timeout=timeout), encoding="utf-8")
-        return processes.pytest("--junitxml=report.xml", *arguments, timeout=1200, **variables)
+    def run(*arguments, ways=QUICK, **variables):
+        (tmp_path / "test_it.py").write_text(TEST.format(ways=tuple(ways)), encoding="utf-8")
+        words = ("--junitxml=report.xml", "--gpumem-explain=never", *arguments)
+        return processes.pytest(*words, timeout=1200, **variables)
 
     return run
 
@@ -101,13 +102,13 @@ UNKNOWN = {
     "killed at once": r"was killed before it could report its memory(, so its peak is not known|\. Its peak was at least 4 B)",
     "failed exec": r"was killed before it could report its memory\. Its peak was at least [\d.]+ MB, and may",
     "left": "has ended, but its process still runs, so the memory is not known: ",
-    "hanging": "did not end within timeout=30 seconds",
+    "hanging": "did not end within timeout=10 seconds",
 }
 """Ways whose figures would be too low, each with the reason."""
 
 
 def test_a_job_whose_figures_would_be_too_low_fails_with_the_reason(session):
-    done = session(ways=tuple(UNKNOWN), timeout=30)
+    done = session(ways=tuple(UNKNOWN))
     assert f"{len(UNKNOWN)} failed" in done.stdout, done.stdout
     for way, reason in UNKNOWN.items():
         assert re.search(rf"JobError: `[^`]*{way}'?`.*{reason}", done.stdout), (way, done.stdout)

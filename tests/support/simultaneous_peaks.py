@@ -137,9 +137,8 @@ def session(processes, tmp_path):
 
     def run(test, *arguments, **variables):
         (tmp_path / "test_it.py").write_text(test, encoding="utf-8")
-        return processes.pytest(
-            "--no-gpumem-time", "--junitxml=report.xml", *arguments, new=True, timeout=1200, **variables
-        )
+        words = ("--no-gpumem-time", "--junitxml=report.xml", "--gpumem-explain=never", *arguments)
+        return processes.pytest(*words, new=True, timeout=1200, **variables)
 
     return run
 
