@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import click
@@ -115,25 +112,6 @@ def test_environment_variables_read_by_the_package_are_on_the_page_or_foreign():
 def test_hooks_are_entries_with_their_arguments():
     hooks = [name for name in vars(hookspecs) if name.startswith("pytest_gpumem_")]
     assert list(headings("hooks")) == hooks
-
-
-def test_a_stale_page_is_named(tmp_path):
-    """A changed help text, in a copy of the repository's package and generator."""
-    import shutil
-
-    for name in (".ci", "pytest_gpumem", "docs/reference"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    program = [sys.executable, str(tmp_path / ".ci/reference"), "--check"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert subprocess.run(program, env=environment, check=False).returncode == 0
-    options = tmp_path / "pytest_gpumem/plugin/config/options.py"
-    text = options.read_text(encoding="utf-8")
-    options.write_text(
-        text.replace("Folder or URL of the stored baselines.", "Place of the baselines."), encoding="utf-8"
-    )
-    checked = subprocess.run(program, env=environment, check=False, capture_output=True, text=True)
-    assert checked.returncode == 1
-    assert "docs/reference/options.md is stale" in checked.stderr
 
 
 class TestCommands:

@@ -155,7 +155,7 @@ def test_generate(gpumem, make, sampled, least):
 
 def test_generation_is_gated_alone_in_a_suite_and_strictly_if_its_length_is_certain(processes, tmp_path):
     (tmp_path / "test_it.py").write_text(MODELS + SESSION, encoding="utf-8")
-    recorded = processes.pytest("--gpumem-update=new")
+    recorded = processes.pytest("--gpumem-update=new", "--gpumem-explain=never")
     assert "8 passed" in recorded.stdout
     strict = processes.pytest("--gpumem-baseline", "--gpumem-strict", "--gpumem-report=all.json")
     assert "4 failed, 4 passed" in strict.stdout
