@@ -1,4 +1,4 @@
-"""`transformers serve` on an emulated GPU: ten requests have a baseline, and the gate finds the logits kept after each."""
+"""`transformers serve` on an emulated GPU: ten requests have a baseline, and the gate finds the KV cache kept after each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ generate = GenerationMixin.generate
 def leaking_generate(self, *arguments, **more):
     tokens = generate(self, *arguments, **more)
     with torch.inference_mode():
-        kept.append(self(tokens).logits)
+        kept.append(self(tokens, use_cache=True).past_key_values)
     return tokens
 
 
@@ -100,7 +100,7 @@ def session(processes, tmp_path):
     return run
 
 
-def test_ten_chats_repeat_to_the_byte_and_kept_logits_are_red_with_their_line(session, tmp_path):
+def test_ten_chats_repeat_to_the_byte_and_kept_caches_are_red_with_their_line(session, tmp_path):
     recorded = session("--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout
     figures = figures_of(tmp_path / "report.xml")["test_ten_requests"]
@@ -109,9 +109,12 @@ def test_ten_chats_repeat_to_the_byte_and_kept_logits_are_red_with_their_line(se
     assert figures_of(tmp_path / "report.xml")["test_ten_requests"] == figures
     leaking = session("--gpumem-baseline", LEAK=1)
     assert leaking.returncode == 1, leaking.stdout
-    logits = 4 * (3 + 8) * 1000
+    layers, heads, tokens, head_dim = 2, 2, 3 + 8, 32
+    cache = layers * 2 * heads * tokens * head_dim * 4
     retained = figures_of(tmp_path / "report.xml")["test_ten_requests"]["call: serve.py.retained"]
-    assert retained >= 10 * logits
+    assert retained >= 10 * cache
     line = SERVE.split("kept.append", maxsplit=1)[0].count("\n") + 1
     rows = [row for row in leaking.stdout.splitlines() if f"(from serve.py:{line})" in row]
-    assert any("10 x float32[1, 11, 1000]" in row and "lm_head" in row for row in rows), leaking.stdout
+    of_caches = [row for row in rows if "20 x float32[1, 2, 11, 32]" in row and "self_attn" in row]
+    assert len(of_caches) == 2, leaking.stdout
+    assert "kept in: serve.kept[...] -> DynamicCache.layers[...] -> DynamicLayer.keys (56.32 kB)" in leaking.stdout

@@ -14,10 +14,19 @@ from tests.conftest import figures_of
 from tests.support.programs import JOB
 
 TEST = """
+import os
 import re
+import subprocess
 import sys
 
 import pytest
+
+
+def alone(way):
+    # What the same program prints without a recorder.
+    environment = {{name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_USAGE")}}
+    words = [sys.executable, "job.py", way]
+    return subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("way", {ways!r})
@@ -26,6 +35,8 @@ def test_job(gpumem, way):
     printed = sorted(map(int, re.findall(r"PEAK (\\d+)", job.stdout)))
     assert printed
     assert sorted(process.peak_allocated for process in job.processes.values()) == printed
+    if "ALONE" in os.environ:
+        assert printed == sorted(map(int, re.findall(r"PEAK (\\d+)", alone(way))))
     assert job.measurement.peak_allocated == (max if way == "one after the other" else sum)(printed)
     imbalance = job.measurement.metrics.get("imbalance")
     assert imbalance == (printed[1] / printed[0] if way == "torchrun" else None)
@@ -81,7 +92,7 @@ def session(processes, tmp_path):
     ],
 )
 def test_each_process_has_the_peak_that_it_prints_and_a_grown_process_is_red(session, tmp_path, ways, workers):
-    recorded = session("--gpumem-update=new", *workers, ways=ways)
+    recorded = session("--gpumem-update=new", *workers, ways=ways, ALONE=1)
     assert recorded.returncode == 0, recorded.stdout
     first = figures_of(tmp_path / "report.xml")
     assert {key.removesuffix(".peak_allocated") for test in first.values() for key in test} >= NAMES

@@ -185,17 +185,22 @@ def diagonal(number: int, ways: tuple[Way, ...]) -> dict[Way, Fault]:
 
 
 def outcome_of(case: ElementTree.Element, verdict, figures, baseline) -> str:
-    """Return a test's outcome. It is green only if its figures are equal to the baseline's to the byte."""
-    failure = "".join(case.itertext())
+    """Return a test's outcome. It is green only if its figures are equal to the baseline's to the byte.
+
+    Reserved bytes are left out of a regression, because they come in segments: 16 MB takes a larger one than 12 MB.
+    """
+    failure = "".join(text for part in case if part.tag in ("failure", "error") for text in part.itertext())
     regressed = {
         part["measurement"]["name"]: sorted(
-            metric["metric"] for metric in part["metrics"] if metric["outcome"] == "regressed"
+            metric["metric"]
+            for metric in part["metrics"]
+            if metric["outcome"] == "regressed" and metric["metric"] != "peak_reserved"
         )
         for part in verdict["verdicts"]
         if part["measurement"]["name"] not in ("call", "call: all processes")
     }
-    if case.find("failure") is None and figures == baseline:
-        return "green"
+    if not failure:
+        return "green" if figures == baseline else "green with other figures"
     if any(regressed.values()):
         return "; ".join(f"regressed: {', '.join(metrics)}" for metrics in regressed.values())
     return next((outcome for outcome, text in UNMEASURED.items() if re.search(text, failure)), failure)
@@ -230,7 +235,7 @@ def test_a_test_is_red_exactly_if_its_process_has_a_fault(processes, tmp_path, n
     assert recorded.returncode == 0, recorded.stdout
     first = figures_of(report)
     faults = {way.name: fault.name for way, fault in cells.items()}
-    run(ways[::-1], faults, "--gpumem-baseline", *workers)
+    assert run(ways[::-1], faults, "--gpumem-baseline", *workers).returncode == 1
     figures, verdicts = figures_of(report), verdicts_of(report)
     outcomes = {
         name: outcome_of(case, verdicts[name], figures.get(name), first[name])

@@ -20,7 +20,7 @@ import importlib.util, mmap, pathlib, time
 library = pathlib.Path(importlib.util.find_spec("torch").origin).parent / "lib" / "libtorch_cpu.so"
 file = library.open("rb")
 mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-time.sleep(1)
+time.sleep(2)
 """
 # The program goes on after a failed exec, takes more, and is killed before it could report that.
 FAILS_TO_EXEC = """
