@@ -27,9 +27,13 @@ _NONE = {"all": {"peak": 0, "current": 0}}
 """A statistic that an allocator lacks."""
 
 
+_WITHOUT_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+"""With this variable, whatever its value, torch allocates each tensor by the driver and counts nothing."""
+
+
 def keeps_statistics() -> bool:
-    """Return whether torch's allocator keeps statistics. A program's own allocator does not keep any."""
-    return torch.cuda.memory.get_allocator_backend() != "pluggable"
+    """Return whether torch's allocator keeps statistics. A program's own one, or torch's without its cache, keeps none."""
+    return _WITHOUT_CACHE not in os.environ and torch.cuda.memory.get_allocator_backend() != "pluggable"
 
 
 class Statistics(Protocol):
@@ -44,7 +48,11 @@ class Statistics(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """False if a program's own allocator keeps no statistics."""
+        """False if the allocator keeps no statistics."""
+
+    @property
+    def counts(self) -> bool:
+        """False if this process's memory does not count."""
 
     def devices(self) -> range:
         """Return the devices' indices in this process."""
@@ -76,6 +84,7 @@ class CudaStatistics:
 
     device_type = "cuda"
     own_history = None
+    counts = True
 
     def __init__(self) -> None:
         self._resets = UnseenResets()

@@ -38,6 +38,11 @@ PROCESS, PROCESSES = "process", "processes"
 """The steps in the workloads of another process, and of all processes together (`Workload.step`)."""
 _METRICS = ("peak_allocated", "peak_reserved")
 _AT_DIFFERENT_TIMES = "the peaks may be at different times"
+WITHOUT_STATISTICS = (
+    "has an allocator without statistics (its own, or torch's with PYTORCH_NO_CUDA_MEMORY_CACHING), so its memory is not "
+    "known"
+)
+"""The rest of a sentence about a process."""
 _NOT_SIMULTANEOUS = (
     f"{_AT_DIFFERENT_TIMES}. The bytes at the same time are known only on Linux with a C compiler, and with torch's own "
     "allocator"

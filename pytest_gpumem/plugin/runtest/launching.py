@@ -10,7 +10,7 @@ from pytest_gpumem.base.errors import CannotRun, JobError
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.facts.measurement import Workload
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
-from pytest_gpumem.measuring.jobs.figures import invalid_figures, job_figures, killed_in
+from pytest_gpumem.measuring.jobs.figures import WITHOUT_STATISTICS, invalid_figures, job_figures, killed_in
 from pytest_gpumem.measuring.jobs.run import failure, run_job
 from pytest_gpumem.plugin.runtest.child_processes import name_of_devices, without_rank_in
 from pytest_gpumem.plugin.runtest.launch_arguments import (
@@ -136,9 +136,7 @@ def check_job(command: Sequence[str], job: FinishedJob, figures: JobFigures, ran
     if killed := killed_in(job.usages):
         raise JobError(f"`{shown}`: {killed[0]}")
     if any(usage.without_statistics for usage in job.usages):
-        raise JobError(
-            f"a process of `{shown}` replaced torch's allocator by one without statistics, so its memory is unknown"
-        )
+        raise JobError(f"a process of `{shown}` {WITHOUT_STATISTICS}")
     if not figures.processes:
         raise JobError(f"no process of `{shown}` allocated memory of the device by torch")
     if ranks is not None:

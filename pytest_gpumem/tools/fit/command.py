@@ -193,7 +193,7 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
     - `last_lines`: the last lines of the program's output, if it failed by itself.
     - `expandable`: whether the allocator used expandable segments.
     - `unknown`: the value that the program read although an emulated GPU does not compute it, or `null`.
-    - `without_statistics`: whether the program uses its own allocator, which has no statistics.
+    - `without_statistics`: whether the program uses an allocator without statistics.
     - `lacking`: the reason why the peaks may be too low, or `null`.
     - `cannot_run`: the reason why the program cannot run on this GPU, or `null`.
     - `killed`: the number of processes that were killed before they reported their memory.
@@ -219,8 +219,8 @@ def fit(*, words: tuple[str, ...], steps: int | None, jobs: int, form: str, comm
         sys.exit(interrupted)
     if fits[0].plain.without_statistics:
         raise InputError(
-            "the program's memory is unknown, because the program replaces PyTorch's allocator by its own, which has no "
-            "statistics; run it with PyTorch's allocator"
+            "the program's memory is unknown, because its allocator has no statistics; run it with PyTorch's allocator, and "
+            "without PYTORCH_NO_CUDA_MEMORY_CACHING"
         )
     if fits[0].plain.outcome is FitOutcome.UNUSED:
         raise InputError(
