@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows
 from pytest_gpumem.plugin.runtest.child_processes import SessionProcesses
 from tests.conftest import figures_of
+from tests.support.cpu_sessions import CpuSessions
 
 STATE = """
 import os
@@ -196,6 +199,202 @@ def test_it():
 """)
     figures = project.figures(separate=True)
     assert {key.partition(".")[0] for key in figures["test_it"]} == {"call"}
+
+
+def test_a_worker_of_a_data_loader_that_imports_tensors_is_not_measured(project):
+    (project.path / "data.py").write_text(
+        """
+import torch
+
+ALL = torch.arange(8000)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return ALL[index] * torch.ones(1000)
+""",
+        encoding="utf-8",
+    )
+    project.write("""
+from data import Data
+
+
+@pytest.mark.gpumem(max_memory="1 GB")
+def test_it():
+    loader = torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context="spawn")
+    for batch in loader:
+        kept = batch + 1
+""")
+    figures = project.figures("--junitxml=report.xml", separate=True)
+    assert {key.partition(".")[0] for key in figures["test_it"]} == {"call"}
+    assert project.verdicts()["test_it"]["unmeasured_processes"] == []
+
+
+EARLY = """
+import subprocess
+import sys
+
+CODE = "import torch; kept = torch.ones(5); print('ready', flush=True); input()"
+STARTED = []
+
+
+def start():
+    process = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\\n"
+    STARTED.append(process)
+
+
+start()
+
+
+def pytest_sessionstart(session):
+    start()
+
+
+def pytest_unconfigure(config):
+    for process in STARTED:
+        process.communicate(b"end")
+"""
+
+
+def test_processes_from_before_the_collection_are_named_as_not_seen(project):
+    (project.path / "conftest.py").write_text(EARLY, encoding="utf-8")
+    project.write("""
+@pytest.mark.gpumem
+def test_it():
+    kept = torch.ones(5)
+""")
+    project.run("--junitxml=report.xml", separate=True).assert_outcomes(passed=1)
+    (note,) = project.verdicts()["test_it"]["unmeasured_processes"]
+    assert note.startswith("not seen: `")
+    assert note.endswith(
+        "loads torch or CUDA, and does not report its memory, because it, or the process that started it, began before the "
+        "tests were collected (start it in a fixture)"
+    )
+    assert project.run("--gpumem-strict", separate=True).ret == 1
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        "os._exit(status=3)",
+        "os.execve(sys.executable, [sys.executable, '-c', 'raise SystemExit(3)'], env=dict(os.environ))",
+    ],
+)
+def test_a_process_that_ends_by_named_arguments_ends_as_it_would_alone(project, leave):
+    code = f"import os, sys, torch; kept = torch.ones(1000); {leave}"
+    project.write(f"""
+import subprocess
+import sys
+
+
+@pytest.mark.gpumem
+def test_it():
+    assert subprocess.run([sys.executable, "-c", {code!r}]).returncode == 3
+""")
+    assert project.figures(separate=True)["test_it"]["call: python -c.peak_allocated"] == 4000
+
+
+def test_a_test_that_clears_its_environment_still_has_its_servers_figures(project):
+    project.write("""
+import os
+import subprocess
+import sys
+from unittest import mock
+
+CODE = "import torch\\nwhile line := input(): torch.ones(int(line)); print('done', flush=True)"
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    yield process
+    process.communicate(b"\\n")
+
+
+@pytest.mark.gpumem
+@mock.patch.dict(os.environ, {}, clear=True)
+def test_it(server):
+    server.stdin.write(b"1000\\n")
+    server.stdin.flush()
+    assert server.stdout.readline() == b"done\\n"
+""")
+    assert project.figures(separate=True)["test_it"]["call: python -c.peak_allocated"] == 4000
+
+
+GROWING = """
+import os
+import subprocess
+import sys
+
+
+@pytest.mark.gpumem
+def test_it():
+    for count in os.environ["COUNTS"].split():
+        subprocess.run([sys.executable, "-c", f"import torch; torch.ones({count}000)"], check=True)
+"""
+
+
+def test_a_grown_process_is_accepted_from_a_report_and_a_new_process_is_told(project, monkeypatch):
+    project.write(GROWING)
+
+    def run(counts, *options):
+        monkeypatch.setenv("COUNTS", counts)
+        return project.run("--gpumem-report=report.json", "--gpumem-explain=never", *options, separate=True)
+
+    assert run("1000", "--gpumem-update=new").ret == 0
+    grown = run("2000", "--gpumem-baseline")
+    assert grown.ret == 1
+    grown.stdout.fnmatch_lines(["*In call: python -c: Memory regressed: peak 8.00 MB, baseline 4.00 MB*"])
+    accepted = project.gpumem("accept", "report.json", "--reason=larger")
+    assert accepted.returncode == 0, accepted.stderr
+    assert run("2000", "--gpumem-baseline").ret == 0
+    further = run("2000 1000", "--gpumem-baseline")
+    further.stdout.fnmatch_lines(["*test_it (call: python -c 2) *4.00 MB *new"])
+
+
+TWO_SESSIONS = """
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+OWN, OTHER = os.environ["OWN"], pathlib.Path(os.environ["OTHER"])
+
+
+@pytest.mark.gpumem
+def test_it():
+    pathlib.Path("ready").touch()
+    while not OTHER.joinpath("ready").exists():
+        time.sleep(0.01)
+    subprocess.run([sys.executable, "-c", f"import torch; torch.ones({OWN}); import time; time.sleep(1)"], check=True)
+"""
+
+
+def test_two_sessions_at_once_have_their_own_processes_only(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "test_it.py").write_text(TWO_SESSIONS, encoding="utf-8")
+
+    def run(number):
+        folder, other = folders[number], folders[1 - number]
+        done = CpuSessions(folder).pytest("--junitxml=report.xml", new=True, OWN=1000 * (number + 1), OTHER=other)
+        assert done.returncode == 0, done.stdout
+        return figures_of(folder / "report.xml")["test_it"]
+
+    with ThreadPoolExecutor(2) as threads:
+        figures = list(threads.map(run, range(2)))
+    for number, of_test in enumerate(figures):
+        peak = 4000 * (number + 1)
+        assert of_test["call: python -c.peak_allocated"] == of_test["call: all processes.peak_allocated"] == peak
+        assert not any("python -c 2" in name for name in of_test)
 
 
 def test_forks_of_the_tests_process_count_their_own_allocations(project):

@@ -12,11 +12,13 @@ import torch
 
 from pytest_gpumem.base.errors import JobError, MeasuringError
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.figures import JobFigures, job_figures
 from pytest_gpumem.measuring.jobs.processes import Unseen
 from pytest_gpumem.measuring.jobs.run import FinishedJob
 from pytest_gpumem.measuring.jobs.windows import WindowUsage
+from pytest_gpumem.measuring.measure.reading import Figures
 from pytest_gpumem.plugin.runtest.child_processes import (
     check_processes,
     figures_of_processes,
@@ -108,9 +110,7 @@ def usage(rank: int | None = None, ended: int | None = 2, devices: tuple[DeviceU
         pytest.param(
             job(usage(), usage(ended=None, devices=())), None, "killed .*, so its peak is not known", id="at once"
         ),
-        pytest.param(
-            job(usage(without_statistics=True)), None, "allocator by one without statistics", id="no statistics"
-        ),
+        pytest.param(job(usage(without_statistics=True)), None, "an allocator without statistics", id="no statistics"),
         pytest.param(job(), None, "no process of `run it` allocated memory", id="no GPU"),
         pytest.param(job(usage(devices=())), None, "no process of `run it` allocated memory", id="nothing reserved"),
         pytest.param(job(usage(0)), 2, "ranks=2, but no process with rank 1 used the device", id="a rank"),
@@ -160,30 +160,37 @@ def test_other_processes_get_variables_unless_the_option_is_off(project, option,
 
 def test_in_a_session_for_gpus_a_test_on_the_cpu_counts_no_other_processes():
     window = WindowUsage((usage(),), killed=(usage(ended=None),), importing=("python train.py",))
-    assert figures_of_processes(window, CpuDevice(), {}) == JobFigures({}, ())
-    (note,) = unmeasured_processes(window, CpuDevice())
+    assert figures_of_processes(window, CpuDevice(), {}, {}) == JobFigures({}, ())
+    (note,) = unmeasured_processes(window, CpuDevice(), {})
     assert note == (
         "not counted: `python train.py` loads torch, and other processes of this session report only their GPU memory, "
         "because not all tests are measured on the CPU"
     )
 
 
-def test_a_process_that_cannot_count_its_memory_is_noted_with_the_reason(monkeypatch):
+def test_a_process_that_cannot_count_its_memory_is_noted_with_the_reason():
     device = CpuDevice()
-    for name, value in device.variables_of_processes().items():
-        monkeypatch.setenv(name, value)
     window = WindowUsage(importing=("python train.py",), uncounted=(("python train.py", "it has another allocator"),))
-    (note,) = unmeasured_processes(window, device)
+    (note,) = unmeasured_processes(window, device, device.variables_of_processes())
     assert note == "not counted: `python train.py` loads torch, and it has another allocator"
 
 
+GPU = SimpleNamespace(torch_device=torch.device("cuda", 0), lacks={}.get, variables_of_processes=dict)
+GPU.everywhere = (GPU,)
+
+
 def test_a_process_that_inherits_the_tests_rank_is_named_without_it(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    device = SimpleNamespace(
-        torch_device=torch.device("cuda", 0), everywhere=(), lacks={}.get, variables_of_processes=dict
-    )
-    figures = figures_of_processes(WindowUsage((usage(0), usage(1))), device, {})
+    monkeypatch.setenv("RANK", "0")
+    figures = figures_of_processes(WindowUsage((usage(0), usage(1))), GPU, {}, {"RANK": "1"})
     assert [process.name for process in figures.processes] == ["train.py", "train.py rank 0"]
+
+
+def test_a_test_that_changes_the_visible_gpus_is_still_on_its_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    own = {"cuda:0": Figures(0, 0, None, Peak(30), None, 0)}
+    window = WindowUsage((usage(devices=(DeviceUsage(1, 12, 12, 0, 12, 0, 0, 1),)),))
+    figures = figures_of_processes(window, GPU, own, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert figures.by_gpu["cuda:0"]["peak_allocated"] == 42, figures
 
 
 def test_a_rank_from_another_launcher_than_the_tests_is_kept():
@@ -208,4 +215,4 @@ def test_a_killed_process_is_named_with_advice_that_fits_its_kind(name, shown, m
     with pytest.raises(
         MeasuringError, match=rf"`{shown}` was killed .*, {re.escape(mend)} instead\. .* no memory was free"
     ):
-        check_processes(WindowUsage(killed=(killed,)), device)
+        check_processes(WindowUsage(killed=(killed,)), device, device.variables_of_processes())

@@ -7,6 +7,7 @@ modules for finding measured tests.
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,7 @@ from pytest_gpumem.plugin.config.options import (
     check_words,
     is_measured,
 )
-from pytest_gpumem.plugin.session import SESSION
+from pytest_gpumem.plugin.session import BEGAN, SESSION
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -46,6 +47,8 @@ def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> Generator[None, None, None]:
     early_config.stash[PARSER] = parser
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        early_config.stash[BEGAN] = time.clock_gettime(time.CLOCK_BOOTTIME)
     # Run this before any conftest.py, because a conftest.py may import torch.
     if is_emulated(early_config):
         from pytest_gpumem.plugin.session.emulating import emulate_gpu_of_settings

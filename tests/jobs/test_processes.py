@@ -29,11 +29,13 @@ class Machine:
         self.job = JobProcesses(self.reports, self.proc)
         self.job.begin(10)
 
-    def add(self, pid, parent, maps=b"", command=TRAIN, start=100, state="S"):
+    def add(self, pid, parent, maps=b"", command=TRAIN, start=100, state="S", stack=b"0"):
         folder = self.proc / str(pid)
         folder.mkdir(parents=True, exist_ok=True)
         fields = b" ".join(b"0" for _ in range(17))
-        (folder / "stat").write_bytes(b"%d (a) name) %s %d %s %d 0" % (pid, state.encode(), parent, fields, start))
+        (folder / "stat").write_bytes(
+            b"%d (a) name) %s %d %s %d 0 0 0 0 0 %s" % (pid, state.encode(), parent, fields, start, stack)
+        )
         (folder / "maps").write_bytes(maps)
         (folder / "cmdline").write_bytes(command)
 
@@ -94,6 +96,31 @@ def test_a_later_program_in_a_process_that_reported_is_unseen(machine):
     assert machine.unseen() == ()
     machine.add(20, 10, TORCH, command=b"python\0-I\0other.py\0")
     assert machine.unseen() == ("python -I other.py",)
+
+
+def test_a_process_that_changes_its_title_before_each_look_is_unseen(machine):
+    for number in range(3):
+        machine.add(20, 10, TORCH, command=b"step-%d\0" % number, stack=b"7fff00")
+        machine.job.look()
+    assert [process.command for process in machine.job.unseen()] == ["step-2"]
+
+
+def test_a_process_from_before_the_collection_and_its_children_have_that_cause(tmp_path):
+    machine = Machine(tmp_path)
+    machine.job = JobProcesses(machine.reports, machine.proc, first_tick=100)
+    machine.add(20, 1, TORCH, start=99)
+    machine.add(21, 20, TORCH, start=101, command=b"python\0-I\0late.py\0")
+    machine.add(22, 10, TORCH, start=101, command=b"python\0-I\0other.py\0")
+    for pid in (10, 20):
+        machine.job.begin(pid)
+    machine.unseen()
+    causes = {process.command: process.cause for process in machine.job.unseen()}
+    early = "it, or the process that started it, began before the tests were collected (start it in a fixture)"
+    assert causes == {
+        "python train.py": early,
+        "python -I late.py": early,
+        "python -I other.py": "it runs with python -I (start it without -I)",
+    }
 
 
 RENAMES_ITSELF = """

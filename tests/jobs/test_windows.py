@@ -512,16 +512,35 @@ def test_folders_of_killed_sessions_are_removed_after_a_day_and_others_are_left(
     )
     assert killed.returncode == -9
     (tmp_path / "gpumem-processes-linked").symlink_to(tmp_path)
+    killed_job, running_job = (tmp_path / f"gpumem-job-{name}" for name in ("killed", "running"))
+    for folder in (killed_job, running_job):
+        folder.mkdir()
+    listener = listen(running_job)
     (abandoned,) = set(tmp_path.glob("gpumem-processes-*")) - {folder_of(alive), tmp_path / "gpumem-processes-linked"}
     ProcessWindows().close()
     assert abandoned.exists()
-    for folder in (abandoned, folder_of(alive)):
+    for folder in (abandoned, folder_of(alive), killed_job, running_job):
         os.utime(folder, (0, 0))
     ProcessWindows().close()
     assert not abandoned.exists()
+    assert not killed_job.exists()
+    assert running_job.is_dir()
+    listener.close()
     assert folder_of(alive).is_dir()
     assert (tmp_path / "gpumem-processes-linked").is_symlink()
     alive.close()
+
+
+def test_in_a_fork_of_pytest_the_processes_with_torch_are_not_counted(windows, monkeypatch):
+    """As in a test under pytest-forked."""
+    monkeypatch.setattr(windows, "_owner", 1)
+    mark = "import pathlib, sys; from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting as mark"
+    with windows.window() as window:
+        command = [sys.executable, "-c", f"{mark}; mark(pathlib.Path(sys.argv[1]))", str(folder_of(windows))]
+        subprocess.run(command, check=True, cwd=REPOSITORY)
+    ((command, reason),) = window.usage.uncounted
+    assert "mark_as_reporting" in command
+    assert reason == "this test runs in a fork of pytest, which cannot ask other processes"
 
 
 OTHER_RELEASE = usage_text(ProcessUsage(1, 2)).replace(f'"{__version__}"', '"9.9"')

@@ -249,20 +249,11 @@ def _count_on_cpu(
         return
 
     def record_unless_worker() -> None:
-        if not _is_worker_of_data_loader():
+        if counting.counts:
             record(counting)
 
     at_exit(counting.stop_calls)
     counting.when_it_begins(record_unless_worker)
-
-
-def _is_worker_of_data_loader() -> bool:
-    """Return whether this process prepares batches for another process.
-
-    Its memory is not counted on the CPU, because chance decides how many batches it has prepared at a time.
-    """
-    data = sys.modules.get("torch.utils.data")
-    return data is not None and data.get_worker_info() is not None
 
 
 def _watch_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]:

@@ -7,6 +7,7 @@ except for memory that processes share: a block in shared memory is not counted.
 from __future__ import annotations
 
 import ctypes
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,16 @@ class CpuStatistics:
 
     device_type = "cpu"
     is_kept = True
+
+    @property
+    def counts(self) -> bool:
+        """False if this process prepares batches for another process, as `DataLoader` workers do.
+
+        Chance decides how many batches are prepared at a time. A worker by spawn imports the program first, so tensors may have
+        been counted before the process is known as a worker.
+        """
+        data = sys.modules.get("torch.utils.data")
+        return data is None or data.get_worker_info() is None
 
     @property
     def own_history(self) -> CpuStatistics:

@@ -235,9 +235,12 @@ class ProcessUsage:
 
 def ticks_now() -> int:
     """Return the current time in ticks since the machine started, as in `ProcessIdentity.started`; 0 if unknown."""
-    if not hasattr(time, "CLOCK_BOOTTIME"):
-        return 0
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    return ticks_of(time.clock_gettime(time.CLOCK_BOOTTIME)) if hasattr(time, "CLOCK_BOOTTIME") else 0
+
+
+def ticks_of(seconds: float) -> int:
+    """Return a time in ticks as in `ProcessIdentity.started`. ``seconds`` are those since the machine started."""
+    return int(seconds * os.sysconf("SC_CLK_TCK"))
 
 
 def is_own(folder: Path) -> bool:

@@ -156,12 +156,12 @@ class _Recorder:
         ``PATH``.
         """
 
-        def end_and_leave(*arguments: Any) -> None:
+        def end_and_leave(*arguments: Any, **named: Any) -> None:
             try:
                 self.end()
             finally:
                 try:
-                    leave(*arguments)
+                    leave(*arguments, **named)
                 finally:
                     self._go_on()
 
@@ -278,7 +278,11 @@ class _Recorder:
         )
 
     def _used(self) -> list[int]:
-        return self._source.used(self._peaks.reserved)
+        """Return the devices on which this process's memory counts. Memory that does not count is not published either."""
+        if self._source.counts:
+            return self._source.used(self._peaks.reserved)
+        self._published.end()
+        return []
 
     def _of_device(self, device: int, recorded: Recorded | None) -> DeviceUsage:
         live_before, earlier_allocations = self._before.get(device, (0, 0))

@@ -33,15 +33,20 @@ class ChildWatch(PausingThread):
         folder: The folder for reports.
         older: The pids of children that do not count.
         look: A function called with the pids of all descendants after each look at them.
+        first_tick: The time from which processes can report, as in `ProcessIdentity.started`.
     """
 
     def __init__(
-        self, folder: Path, older: Collection[int], look: Callable[[frozenset[int]], None] = lambda _: None
+        self,
+        folder: Path,
+        older: Collection[int],
+        look: Callable[[frozenset[int]], None] = lambda _: None,
+        first_tick: int = 0,
     ) -> None:
         super().__init__("gpumem-watch")
         self._older = older
         self._look_further = look
-        self._processes = JobProcesses(folder)
+        self._processes = JobProcesses(folder, first_tick=first_tick)
         self._children: set[int] = set()
         self._owner = os.getpid()
 

@@ -35,6 +35,7 @@ _DRIVER_FILE = "/dev/nvidiactl"
 _CONTEXT_FILE = "/dev/nvidia-uvm"
 """The driver opens this file for the first CUDA context."""
 
+_TOO_EARLY = "it, or the process that started it, began before the tests were collected (start it in a fixture)"
 _ISOLATING = frozenset("IES")
 """Options of the Python interpreter with which no process reports. ``-I`` includes ``-E``."""
 _LAST_OPTIONS = frozenset("cmWX")
@@ -59,7 +60,7 @@ class Unseen(NamedTuple):
 class _Process:
     """A process at the last look. ``start`` distinguishes it from a later process with the same pid.
 
-    ``looks`` counts the looks at which the process had this command. Between ``vfork`` and ``exec`` a process still has its
+    ``looks`` counts the looks at which the process ran this program. Between ``vfork`` and ``exec`` a process still has its
     parent's command and libraries, so a single look proves nothing.
     """
 
@@ -70,26 +71,31 @@ class _Process:
     has_gpu_library: bool = False
     cause: str = ""
     """`Unseen.cause`"""
+    is_early: bool = False
+    """True if the process, or its parent, started before the tests were collected."""
 
 
 class JobProcesses:
     """A job's processes. A process stays in the job when its parent ends."""
 
-    def __init__(self, folder: Path, proc: Path = Path("/proc")) -> None:
+    def __init__(self, folder: Path, proc: Path = Path("/proc"), first_tick: int = 0) -> None:
         """Begin without processes.
 
         Args:
             folder: The folder for reports.
             proc: The kernel's folder about processes.
+            first_tick: The time from which processes can report, as in `ProcessIdentity.started`.
         """
         self._folder = folder
         self._proc = proc
+        self._first_tick = first_tick
         self._processes: dict[int, _Process] = {}
         self._gone: dict[int, _Process] = {}
 
     def begin(self, pid: int) -> None:
         """Add the job's command, which has just started."""
-        self._processes[pid] = _Process(self._start_of(pid), b"", looks=0)
+        start = self._start_of(pid)
+        self._processes[pid] = _Process(start, b"", looks=0, is_early=bool(start) and int(start) < self._first_tick)
 
     def look(self) -> None:
         """Look once at the job's processes, and add their new children."""
@@ -97,21 +103,23 @@ class JobProcesses:
         pids = [pid for pid in self._processes if self._is_alive(pid)]
         for pid in [pid for pid in self._processes if pid not in pids]:
             self._gone[pid] = self._processes.pop(pid)
+        early_pids = {pid for pid in pids if self._processes[pid].is_early}
         for pid in pids:
-            pids += [child for child in children.get(pid, []) if child not in pids]
+            new_children = [child for child in children.get(pid, []) if child not in pids]
+            pids += new_children
+            early_pids.update(new_children if pid in early_pids else ())
             command, start = self._bytes(pid, "cmdline"), self._start_of(pid)
             earlier = self._processes.get(pid)
             stack = stack_start(self._bytes(pid, "stat"))
             if earlier and not command:
                 continue  # it ends at this moment, and has no command any more
-            is_same = earlier is not None and (earlier.start, earlier.command) == (start, command)
-            process = (
-                replace(earlier, looks=earlier.looks + 1) if earlier and is_same else _Process(start, command, stack)
-            )
+            process = _Process(start, command, stack, is_early=pid in early_pids)
+            if earlier is not None and _is_same_program(earlier, process):
+                process = replace(earlier, command=command, looks=earlier.looks + 1)
             if not process.has_gpu_library and not self._reports(pid, process):
                 variables = self._variables_of(pid, command)
                 if self._may_use_gpu(pid):
-                    cause = why_unseen(words_of(command), variables)
+                    cause = _TOO_EARLY if process.is_early else why_unseen(words_of(command), variables)
                     process = replace(process, has_gpu_library=True, cause=cause)
             self._processes[pid] = process
 
@@ -217,6 +225,13 @@ class JobProcesses:
         return bytes_of(self._proc / str(pid) / name)
 
 
+def _is_same_program(earlier: _Process, current: _Process) -> bool:
+    """Return whether a process still runs the program of the last look. A program may change its title, but not its stack."""
+    return earlier.start == current.start and (
+        earlier.command == current.command or (earlier.stack not in (b"", b"0") and earlier.stack == current.stack)
+    )
+
+
 def why_unseen(command: Sequence[str], variables: Sequence[bytes] | None) -> str:
     """Return a clause on why a Python process does not report, with the remedy; empty if the cause is not known.
 
@@ -266,6 +281,12 @@ def own_children() -> list[int]:
     """Return the pids of this process's children, including ended children that nobody has waited for."""
     pids = [bytes_of(path).split() for path in Path("/proc/self/task").glob("*/children")]
     return [int(pid) for thread in pids for pid in thread]
+
+
+def own_children_before(tick: int) -> frozenset[int]:
+    """Return the pids of this process's children that started before a time. The time is as in `ProcessIdentity.started`."""
+    starts = {pid: _stat_fields(bytes_of(Path(f"/proc/{pid}/stat"))) for pid in own_children()}
+    return frozenset(pid for pid, fields in starts.items() if not fields or int(fields[19]) < tick)
 
 
 def _is_running(fields: list[bytes], started: bytes) -> bool:

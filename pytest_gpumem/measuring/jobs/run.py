@@ -18,6 +18,7 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.base.processes import Stop, run
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import LIBRARY, LIVE, USAGE
+from pytest_gpumem.emulating.emulated_process.control import listen
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.emulating.emulated_process.usage import ProcessUsage
     from pytest_gpumem.measuring.jobs.processes import Unseen
 
+JOB_PREFIX = "gpumem-job-"
+"""The begin of the names of jobs' folders."""
 _LIVE_SECONDS = 0.2
 """The seconds between two looks at a process's peaks. If they have changed, the process writes them."""
 _GRACE_SECONDS = 2.0
@@ -88,7 +91,10 @@ def run_job(
     if not os.path.isdir(folder):  # noqa: PTH112 -- `Path.is_dir` raises if the name is too long
         raise JobError(f"`{shown_command(command)}` cannot be started: cwd={str(folder)!r} is not a folder")
     deadline = None if timeout is None else time.monotonic() + min(timeout, threading.TIMEOUT_MAX)
-    with tempfile.TemporaryDirectory(prefix="gpumem-job-", ignore_cleanup_errors=True) as name, ExitStack() as undo:
+    with tempfile.TemporaryDirectory(prefix=JOB_PREFIX, ignore_cleanup_errors=True) as name, ExitStack() as undo:
+        # While somebody listens there, no other session removes the folder.
+        if (listener := listen(Path(name))) is not None:
+            undo.callback(listener.close)
         reports, output, errors = Path(name, "usage"), Path(name, "output"), Path(name, "errors")
         reports.mkdir(mode=0o700)
         shared = SharedBytes(reports)

@@ -40,8 +40,8 @@ from pytest_gpumem.emulating.emulated_process.usage import (
 )
 from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
 from pytest_gpumem.measuring.jobs.figures import shown_process
-from pytest_gpumem.measuring.jobs.processes import is_running, own_children
-from pytest_gpumem.measuring.jobs.run import reporting_to
+from pytest_gpumem.measuring.jobs.processes import is_running, own_children, own_children_before
+from pytest_gpumem.measuring.jobs.run import JOB_PREFIX, reporting_to
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -60,6 +60,7 @@ _MOST_DIGITS = 10
 _PREFIX = "gpumem-processes-"
 _OTHER_PARENTS = ("/tmp", "/dev/shm", "/var/tmp")  # noqa: S108 -- `mkdtemp` makes a folder that only this user can open
 _NO_SOCKETS = "no folder for temporary files has Unix sockets. Set TMPDIR to a folder on a local disk"
+_IN_FORK = "this test runs in a fork of pytest, which cannot ask other processes"
 _YOUNG_SECONDS = 86_400.0
 """A younger folder may belong to a session on another machine, because machines may share a folder for temporary files."""
 _MOST_REMOVALS = 10
@@ -188,8 +189,14 @@ class Window:
 class ProcessWindows:
     """The windows of the tests in this process. It has a folder of its own, so it does not see another session's processes."""
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Begin without windows. ``variables`` are further environment variables for the processes."""
+    def __init__(self, variables: Mapping[str, str] | None = None, session_began: int | None = None) -> None:
+        """Begin without windows.
+
+        Args:
+            variables: Further environment variables for the processes.
+            session_began: The time when the session began, as in `ProcessIdentity.started`. Children that started between this
+                time and now cannot report. ``None`` if there are none.
+        """
         _remove_abandoned()
         self._further_variables = dict(variables or {})
         self._folder, self._listener = _folder_with_listener()
@@ -208,8 +215,9 @@ class ProcessWindows:
         """For each process, the live bytes on each GPU in its last answer."""
         self._number = 0
         self._owner = os.getpid()
-        self._older = frozenset(own_children())
-        """Children from before this object. They have no variables, and are not this session's."""
+        self._first_tick = ticks_now()
+        self._older = frozenset(own_children()) if session_began is None else own_children_before(session_began)
+        """Children from before the session."""
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_fork)
 
@@ -265,7 +273,7 @@ class ProcessWindows:
             window.parts.append(WindowUsage(silent=begin_part.silent, unknown=unasked))
             self._open.append(window)
             marks, earlier = set(self._folder.glob(f"*{SEEN}")), set(self._folder.glob(f"*{UNCOUNTED}"))
-            with ChildWatch(self._folder, self._older, look) as watch:
+            with ChildWatch(self._folder, self._older, look, self._first_tick) as watch:
                 yield window
             flag.unlink(missing_ok=True)
             self._divide(seconds)
@@ -275,7 +283,10 @@ class ProcessWindows:
                 window.parts.append(WindowUsage(unknown=(self._removed,)))
                 unseen = ()
             uncounted = tuple(map(uncounted_in, set(self._folder.glob(f"*{UNCOUNTED}")) - earlier))
-            window.parts.append(WindowUsage(unseen=unseen, importing=self._imported_since(marks), uncounted=uncounted))
+            importing = self._imported_since(marks)
+            if self._owner != os.getpid():
+                uncounted = tuple((command, _IN_FORK) for command in importing)
+            window.parts.append(WindowUsage(unseen=unseen, importing=importing, uncounted=uncounted))
         finally:
             flag.unlink(missing_ok=True)
             self._open = [opened for opened in self._open if opened is not window]
@@ -511,8 +522,9 @@ def command_text(usage: ProcessUsage) -> str:
 
 
 def _remove_abandoned() -> None:
-    """Remove this user's folders of sessions that were killed. Nobody listens in such a folder."""
-    for folder in (folder for parent in _parents() for folder in parent.glob(f"{_PREFIX}*")):
+    """Remove this user's folders of sessions and jobs that were killed. Nobody listens in such a folder."""
+    prefixes = (_PREFIX, JOB_PREFIX)
+    for folder in (folder for parent in _parents() for prefix in prefixes for folder in parent.glob(f"{prefix}*")):
         with suppress(OSError):
             status = folder.lstat()
             is_own = hasattr(os, "getuid") and status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.variables import CUDA_VISIBLE_DEVICES
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
-from pytest_gpumem.emulating.emulated_process.usage import among_all, rank_in
+from pytest_gpumem.emulating.emulated_process.usage import among_all, rank_in, ticks_of
 from pytest_gpumem.facts.values.option_words import NOT_SEEN
 from pytest_gpumem.measuring.devices.contract import Peak
 from pytest_gpumem.measuring.jobs.beside_torch import ProcessBytes, beside_torch
 from pytest_gpumem.measuring.jobs.figures import (
+    WITHOUT_STATISTICS,
     JobFigures,
     OwnPeak,
     invalid_figures,
@@ -52,12 +53,20 @@ class SessionProcesses:
     torch's C++ stacks have functions and no lines. `close` restores the environment.
     """
 
-    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Set the environment variables. ``variables`` are those of `Device.variables_of_processes`."""
-        self._windows = ProcessWindows(variables)
+    def __init__(self, variables: Mapping[str, str], began: float | None) -> None:
+        """Set the environment variables.
+
+        Args:
+            variables: `Device.variables_of_processes`.
+            began: The time when the session began, in seconds since the machine started. Children from before it are not the
+                session's. ``None`` if unknown.
+        """
+        self._windows = ProcessWindows(variables, None if began is None else ticks_of(began))
         self._variables = self._windows.variables(os.environ)
         self._previous = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
+        self.environment: Mapping[str, str] = {}
+        """The environment before the first test's device was opened. A test may change its own environment later."""
         # torch.compile's worker processes get `sys.path`, but not the variable PYTHONPATH.
         self._extends_path = str(STARTUP) not in sys.path
         if self._extends_path:
@@ -85,7 +94,8 @@ class SessionProcesses:
 
     def publish(self, device: Device) -> None:
         """Publish the bytes of the test's own process on a test's device and on further GPUs, from now on."""
-        shared, visible = self._windows.shared, os.environ.get(CUDA_VISIBLE_DEVICES)
+        self.environment = self.environment or dict(os.environ)
+        shared, visible = self._windows.shared, self.environment.get(CUDA_VISIBLE_DEVICES)
         indices = [on_device.torch_device.index for on_device in device.everywhere]
         in_machine = [_in_machine(index, visible) for index in range(max(index or 0 for index in indices) + 1)]
         shared.publish_own(device.torch_device.type, in_machine)
@@ -99,7 +109,7 @@ class SessionProcesses:
         """
         step = self._windows.divide()
         is_alone = not (step.usages or step.killed or step.silent or step.unknown)
-        return None if is_alone else figures_of_processes(step, device, own, earlier)
+        return None if is_alone else figures_of_processes(step, device, own, self.environment, earlier)
 
 
 @dataclass(eq=False, repr=False)
@@ -133,7 +143,19 @@ class OtherProcesses:
         with self.session.window(look=process_bytes.look) as window:
             yield window
         self.bounds = beside_torch(window.usage.usages, process_bytes.by_pid) if process_bytes.is_read else None
-        self.unmeasured |= dict.fromkeys(unmeasured_processes(window.usage, self.device))
+        self.unmeasured |= dict.fromkeys(unmeasured_processes(window.usage, self.device, self.session.environment))
+
+    def figures(self, window: Window, own: ByDevice) -> JobFigures:
+        """Return all processes' figures as `figures_of_processes` does."""
+        return figures_of_processes(window.usage, self.device, own, self._environment)
+
+    def check(self, window: Window) -> None:
+        """Raise `MeasuringError` if the memory of a process in a window is not known."""
+        check_processes(window.usage, self.device, self._environment)
+
+    @property
+    def _environment(self) -> Mapping[str, str]:
+        return {} if self.session is None else self.session.environment
 
     def note_beside_torch(
         self, processes: Sequence[JudgedMeasurement], bounds: Mapping[int, int | None] | None
@@ -167,7 +189,7 @@ class OtherProcesses:
         del result
         nothing = Figures(0, 0, None, Peak(0), None, 0)
         own = {str(device.torch_device): nothing for device in self.device.everywhere}
-        return figures_of_processes(window.usage, self.device, own).processes
+        return self.figures(window, own).processes
 
     def recorded_step(self, step: Callable[[], object], growing: Collection[str]) -> Sequence[ProcessFigures]:
         """Run a step again while its processes record their allocations.
@@ -188,7 +210,11 @@ class OtherProcesses:
 
 
 def figures_of_processes(
-    window: WindowUsage, device: Device, own: ByDevice, earlier: Names | None = None
+    window: WindowUsage,
+    device: Device,
+    own: ByDevice,
+    environment: Mapping[str, str],
+    earlier: Names | None = None,
 ) -> JobFigures:
     """Return all processes' figures in a window. They are empty if no process used the device.
 
@@ -196,15 +222,16 @@ def figures_of_processes(
         window: The processes in the test's call, region or step.
         device: The test's device.
         own: The figures of the test's own process.
+        environment: `SessionProcesses.environment`.
         earlier: The names in the step before.
 
     Raises:
         MeasuringError: The memory of a process that the test used is not known.
     """
-    if _lacking(device) is not None:
+    if _lacking(device, environment) is not None:
         return JobFigures({}, ())
-    check_processes(window, device)
-    visible = os.environ.get(CUDA_VISIBLE_DEVICES)
+    check_processes(window, device, environment)
+    visible = environment.get(CUDA_VISIBLE_DEVICES)
     own_peaks = {
         _in_machine(on_device.torch_device.index, visible): OwnPeak(
             gpu, own[gpu].own_peak, own[gpu].published_by_others
@@ -212,7 +239,7 @@ def figures_of_processes(
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own
     }
-    usages = without_rank_in(os.environ, window.usages)
+    usages = without_rank_in(environment, window.usages)
     return job_figures(usages, name_of_devices(device), own_peaks, earlier, window.simultaneous, os.getpid())
 
 
@@ -227,9 +254,9 @@ def _in_machine(index: int | None, visible: str | None) -> int:
     return 0 if index is None else among_all(index, visible)
 
 
-def _lacking(device: Device) -> str | None:
+def _lacking(device: Device, environment: Mapping[str, str]) -> str | None:
     """Return the reason why other processes' memory does not count on a device; ``None`` if it counts."""
-    if device.variables_of_processes().items() <= os.environ.items():
+    if device.variables_of_processes().items() <= environment.items():
         return device.lacks("processes")
     return "other processes of this session report only their GPU memory, because not all tests are measured on the CPU"
 
@@ -242,9 +269,9 @@ def without_rank_in(environment: Mapping[str, str], usages: Iterable[ProcessUsag
         yield replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
 
 
-def check_processes(window: WindowUsage, device: Device) -> None:
+def check_processes(window: WindowUsage, device: Device, environment: Mapping[str, str]) -> None:
     """Raise `MeasuringError` if the memory of a process that the test used is not known."""
-    if _lacking(device) is not None:
+    if _lacking(device, environment) is not None:
         return
     for sentence in (*window.unknown, *window.silent):
         raise MeasuringError(sentence)
@@ -258,17 +285,15 @@ def check_processes(window: WindowUsage, device: Device) -> None:
     active = tuple(filter(is_active, window.usages))
     for usage in active:
         if usage.without_statistics:
-            raise MeasuringError(
-                f"`{command_text(usage)}` replaced torch's allocator by one without statistics, so its memory is not known"
-            )
+            raise MeasuringError(f"`{command_text(usage)}` {WITHOUT_STATISTICS}")
     invalid = invalid_figures(active) if active else None
     if invalid is not None:
         raise MeasuringError(invalid)
 
 
-def unmeasured_processes(window: WindowUsage, device: Device) -> tuple[str, ...]:
+def unmeasured_processes(window: WindowUsage, device: Device, environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return a clause for each process whose memory does not count."""
-    lacking = _lacking(device)
+    lacking = _lacking(device, environment)
     uncounted = window.uncounted if lacking is None else [(command, lacking) for command in window.importing]
     return (
         *(f"{NOT_SEEN}: {process.text}" for process in window.unseen),

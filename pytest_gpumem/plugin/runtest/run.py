@@ -11,7 +11,6 @@ from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.facts.measurement import HELD_NOTHING, check_name
 from pytest_gpumem.measuring.jobs.figures import ALL
 from pytest_gpumem.plugin.relations.growth_elsewhere import GrowthElsewhere
-from pytest_gpumem.plugin.runtest.child_processes import check_processes
 from pytest_gpumem.plugin.runtest.gpu_use import at_end
 from pytest_gpumem.torch_support.tracebacks import clear_frames
 
@@ -247,7 +246,7 @@ class TestRun:
             MeasuringError: The memory of another process is not known. The measurements are added before.
         """
         measurement = self.keep_all(judged)
-        check_processes(window.usage, self.device)
+        self.processes.check(window)
         return measurement
 
     def keep_all(self, judged: JudgedStep) -> Measurement:

@@ -13,7 +13,6 @@ from pytest_gpumem.judging.gate.verdict import Outcome
 from pytest_gpumem.measuring.jobs.counterparts import places
 from pytest_gpumem.measuring.jobs.figures import ALL, PROCESS, PROCESSES, JobFigures
 from pytest_gpumem.measuring.measure.reading import notes_on_missing, read_once
-from pytest_gpumem.plugin.runtest.child_processes import figures_of_processes
 from pytest_gpumem.plugin.runtest.repeated_call import CALL
 from pytest_gpumem.plugin.runtest.run import JudgedStep
 
@@ -103,7 +102,7 @@ def keep_script(run: TestRun, figures: ByDevice, window: Window) -> Measurement 
     Raises:
         MeasuringError: Another process's memory is not known.
     """
-    if not figures_of_processes(window.usage, run.device, figures).processes:
+    if not run.processes.figures(window, figures).processes:
         return None
     by_gpu = {gpu: {"peak_allocated": memory.own_peak} for gpu, memory in figures.items()}
     notes = (*notes_on_missing(figures.values()), "no step was seen, so the whole script is measured")
@@ -141,7 +140,7 @@ def keep_with_processes(
     """
     has_own = own.measurement.peak_allocated > 0
     try:
-        job = figures_of_processes(window.usage, run.device, figures)
+        job = run.processes.figures(window, figures)
     except MeasuringError:
         if has_own:
             run.keep_all(JudgedStep(own))

@@ -11,3 +11,5 @@ if TYPE_CHECKING:
 
 SESSION: pytest.StashKey[GpumemSession] = pytest.StashKey()
 """The key under which ``config.stash`` stores this process's session."""
+BEGAN: pytest.StashKey[float] = pytest.StashKey()
+"""The key of the time before any ``conftest.py`` was loaded, in seconds since the machine's start. Only Linux tells it."""

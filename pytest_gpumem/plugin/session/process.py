@@ -27,6 +27,7 @@ from pytest_gpumem.plugin.config.selection import (
 from pytest_gpumem.plugin.config.settings import check_device, settings_of
 from pytest_gpumem.plugin.config.unread import unread_settings
 from pytest_gpumem.plugin.runtest.one_process import OneProcess
+from pytest_gpumem.plugin.session import BEGAN
 from pytest_gpumem.plugin.session.exit_status import EndOfProcess, is_lost
 from pytest_gpumem.plugin.session.rank_session import RankSession, ranks_of
 
@@ -483,7 +484,9 @@ class GpumemSession:
             fixtures,
             self._ranks,
             unused,
-            SessionProcesses(variables_of_processes(devices, words)) if self.settings.processes else None,
+            SessionProcesses(variables_of_processes(devices, words), self._config.stash.get(BEGAN, None))
+            if self.settings.processes
+            else None,
         )
         self._config.pluginmanager.register(measuring, "gpumem-measuring")
         try:
