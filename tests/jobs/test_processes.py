@@ -36,11 +36,18 @@ class Machine:
         (folder / "stat").write_bytes(
             b"%d (a) name) %s %d %s %d 0 0 0 0 0 %s" % (pid, state.encode(), parent, fields, start, stack)
         )
+        (folder / "task" / str(pid)).mkdir(parents=True, exist_ok=True)
+        children = self.proc / str(parent) / "task" / str(parent) / "children"
+        if children.parent.exists():
+            known = children.read_text().split() if children.exists() else []
+            children.write_text(" ".join(dict.fromkeys([*known, str(pid)])))
         (folder / "maps").write_bytes(maps)
         (folder / "cmdline").write_bytes(command)
 
     def end(self, pid):
         (self.proc / str(pid) / "stat").unlink()
+        for children in self.proc.glob("*/task/*/children"):
+            children.write_text(" ".join(child for child in children.read_text().split() if child != str(pid)))
 
     def report(self, pid, command=TRAIN):
         (self.reports / f"{pid}.seen").write_bytes(command)

@@ -99,13 +99,12 @@ class JobProcesses:
 
     def look(self) -> None:
         """Look once at the job's processes, and add their new children."""
-        children = self._children()
         pids = [pid for pid in self._processes if self._is_alive(pid)]
         for pid in [pid for pid in self._processes if pid not in pids]:
             self._gone[pid] = self._processes.pop(pid)
         early_pids = {pid for pid in pids if self._processes[pid].is_early}
         for pid in pids:
-            new_children = [child for child in children.get(pid, []) if child not in pids]
+            new_children = [child for child in children_of(self._proc / str(pid)) if child not in pids]
             pids += new_children
             early_pids.update(new_children if pid in early_pids else ())
             command, start = self._bytes(pid, "cmdline"), self._start_of(pid)
@@ -203,14 +202,6 @@ class JobProcesses:
                     files.add(str(descriptor.readlink()))
         return frozenset(files)
 
-    def _children(self) -> dict[int, list[int]]:
-        children: dict[int, list[int]] = {}
-        for folder in self._proc.glob("[0-9]*"):
-            fields = self._fields(int(folder.name))
-            if fields:
-                children.setdefault(int(fields[1]), []).append(int(folder.name))
-        return children
-
     def _is_alive(self, pid: int) -> bool:
         return _is_running(self._fields(pid), self._processes[pid].start)
 
@@ -277,10 +268,24 @@ def is_running(pid: int, started: int) -> bool:
     return True
 
 
+def children_of(process: Path) -> list[int]:
+    """Return the pids of a process's children, including ended children that nobody has waited for.
+
+    Its threads have lists of them. To read these takes 0.04 ms, and to look at all processes takes 3 ms if there are 70.
+
+    Args:
+        process: The kernel's folder about the process.
+    """
+    threads = process / "task"
+    with suppress(OSError):
+        names = os.listdir(threads)  # noqa: PTH208 -- `iterdir` takes longer
+        return [int(pid) for name in names for pid in bytes_of(threads / name / "children").split()]
+    return []
+
+
 def own_children() -> list[int]:
-    """Return the pids of this process's children, including ended children that nobody has waited for."""
-    pids = [bytes_of(path).split() for path in Path("/proc/self/task").glob("*/children")]
-    return [int(pid) for thread in pids for pid in thread]
+    """Return the pids of this process's children as `children_of` does."""
+    return children_of(Path("/proc/self"))
 
 
 def own_children_before(tick: int) -> frozenset[int]:
