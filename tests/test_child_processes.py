@@ -241,17 +241,17 @@ CODE = "import torch; kept = torch.ones(5); print('ready', flush=True); input()"
 STARTED = []
 
 
-def start():
-    process = subprocess.Popen([sys.executable, "-c", CODE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def start(name):
+    process = subprocess.Popen([sys.executable, "-c", CODE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\\n"
     STARTED.append(process)
 
 
-start()
+start("import")
 
 
 def pytest_sessionstart(session):
-    start()
+    start("session")
 
 
 def pytest_unconfigure(config):
@@ -268,12 +268,13 @@ def test_it():
     kept = torch.ones(5)
 """)
     project.run("--junitxml=report.xml", separate=True).assert_outcomes(passed=1)
-    (note,) = project.verdicts()["test_it"]["unmeasured_processes"]
-    assert note.startswith("not seen: `")
-    assert note.endswith(
-        "loads torch or CUDA, and does not report its memory, because it, or the process that started it, began before the "
-        "tests were collected (start it in a fixture)"
-    )
+    notes = project.verdicts()["test_it"]["unmeasured_processes"]
+    for name, note in zip(("import", "session"), sorted(notes), strict=True):
+        assert note.startswith("not seen: `")
+        assert note.endswith(
+            f" {name}` loads torch or CUDA, and does not report its memory, because it, or the process that started it, began "
+            "before the tests were collected (start it in a fixture)"
+        )
     assert project.run("--gpumem-strict", separate=True).ret == 1
 
 
@@ -358,22 +359,31 @@ def test_a_grown_process_is_accepted_from_a_report_and_a_new_process_is_told(pro
 
 TWO_SESSIONS = """
 import os
-import pathlib
 import subprocess
 import sys
-import time
 
 import pytest
 
-OWN, OTHER = os.environ["OWN"], pathlib.Path(os.environ["OTHER"])
+OWN, OTHER = os.environ["OWN"], os.environ["OTHER"]
 
 
 @pytest.mark.gpumem
 def test_it():
-    pathlib.Path("ready").touch()
-    while not OTHER.joinpath("ready").exists():
-        time.sleep(0.01)
-    subprocess.run([sys.executable, "-c", f"import torch; torch.ones({OWN}); import time; time.sleep(1)"], check=True)
+    subprocess.run([sys.executable, "child.py", OWN, OTHER], check=True)
+"""
+BESIDE_ANOTHER = """
+import pathlib
+import sys
+import time
+
+import torch
+
+kept = torch.ones(int(sys.argv[1]))
+pathlib.Path("allocated").touch()
+deadline = time.monotonic() + 100
+while not pathlib.Path(sys.argv[2], "allocated").exists():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
 """
 
 
@@ -382,6 +392,7 @@ def test_two_sessions_at_once_have_their_own_processes_only(tmp_path):
     for folder in folders:
         folder.mkdir()
         (folder / "test_it.py").write_text(TWO_SESSIONS, encoding="utf-8")
+        (folder / "child.py").write_text(BESIDE_ANOTHER, encoding="utf-8")
 
     def run(number):
         folder, other = folders[number], folders[1 - number]
@@ -393,8 +404,8 @@ def test_two_sessions_at_once_have_their_own_processes_only(tmp_path):
         figures = list(threads.map(run, range(2)))
     for number, of_test in enumerate(figures):
         peak = 4000 * (number + 1)
-        assert of_test["call: python -c.peak_allocated"] == of_test["call: all processes.peak_allocated"] == peak
-        assert not any("python -c 2" in name for name in of_test)
+        assert of_test["call: child.py.peak_allocated"] == of_test["call: all processes.peak_allocated"] == peak
+        assert not any("child.py 2" in name for name in of_test)
 
 
 def test_forks_of_the_tests_process_count_their_own_allocations(project):

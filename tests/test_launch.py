@@ -180,8 +180,8 @@ GPU.everywhere = (GPU,)
 
 
 def test_a_process_that_inherits_the_tests_rank_is_named_without_it(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    figures = figures_of_processes(WindowUsage((usage(0), usage(1))), GPU, {}, {"RANK": "1"})
+    monkeypatch.setenv("RANK", "1")
+    figures = figures_of_processes(WindowUsage((usage(0), usage(1))), GPU, {}, {})
     assert [process.name for process in figures.processes] == ["train.py", "train.py rank 0"]
 
 

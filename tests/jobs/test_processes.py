@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
-from pytest_gpumem.measuring.jobs.processes import JobProcesses, Unseen, why_unseen
+from pytest_gpumem.measuring.jobs import processes
+from pytest_gpumem.measuring.jobs.processes import JobProcesses, Unseen, own_children, why_unseen
 from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
 
@@ -128,6 +129,24 @@ def test_a_process_from_before_the_collection_and_its_children_have_that_cause(t
         "python -I late.py": early,
         "python -I other.py": "it runs with python -I (start it without -I)",
     }
+
+
+def test_workers_that_compile_before_the_collection_are_not_unseen(tmp_path):
+    machine = Machine(tmp_path)
+    machine.job = JobProcesses(machine.reports, machine.proc, first_tick=100)
+    command = b"python\0/lib/torch/_inductor/compile_worker/__main__.py\0"
+    machine.add(20, 1, TORCH, start=99, command=command)
+    machine.job.begin(20)
+    assert machine.unseen() == ()
+
+
+def test_a_kernel_without_lists_of_children_has_all_processes_looked_at(monkeypatch):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    listed = own_children()
+    monkeypatch.setattr(processes, "_HAS_LISTS", False)
+    assert child.pid in listed
+    assert sorted(own_children()) == sorted(listed)
+    child.communicate(b"\n")
 
 
 RENAMES_ITSELF = """

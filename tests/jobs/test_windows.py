@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -512,35 +513,61 @@ def test_folders_of_killed_sessions_are_removed_after_a_day_and_others_are_left(
     )
     assert killed.returncode == -9
     (tmp_path / "gpumem-processes-linked").symlink_to(tmp_path)
-    killed_job, running_job = (tmp_path / f"gpumem-job-{name}" for name in ("killed", "running"))
-    for folder in (killed_job, running_job):
+    killed_job, running_job, unknown_job = (
+        tmp_path / f"gpumem-job-{name}" for name in ("killed", "running", "unknown")
+    )
+    for folder in (killed_job, running_job, unknown_job):
         folder.mkdir()
+    listen(killed_job).close()
     listener = listen(running_job)
     (abandoned,) = set(tmp_path.glob("gpumem-processes-*")) - {folder_of(alive), tmp_path / "gpumem-processes-linked"}
     ProcessWindows().close()
     assert abandoned.exists()
-    for folder in (abandoned, folder_of(alive), killed_job, running_job):
+    for folder in (abandoned, folder_of(alive), killed_job, running_job, unknown_job):
         os.utime(folder, (0, 0))
     ProcessWindows().close()
     assert not abandoned.exists()
     assert not killed_job.exists()
     assert running_job.is_dir()
+    assert unknown_job.is_dir()
     listener.close()
     assert folder_of(alive).is_dir()
     assert (tmp_path / "gpumem-processes-linked").is_symlink()
     alive.close()
 
 
-def test_in_a_fork_of_pytest_the_processes_with_torch_are_not_counted(windows, monkeypatch):
-    """As in a test under pytest-forked."""
-    monkeypatch.setattr(windows, "_owner", 1)
-    mark = "import pathlib, sys; from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting as mark"
-    with windows.window() as window:
-        command = [sys.executable, "-c", f"{mark}; mark(pathlib.Path(sys.argv[1]))", str(folder_of(windows))]
-        subprocess.run(command, check=True, cwd=REPOSITORY)
-    ((command, reason),) = window.usage.uncounted
-    assert "mark_as_reporting" in command
-    assert reason == "this test runs in a fork of pytest, which cannot ask other processes"
+def test_in_a_fork_of_pytest_the_processes_with_torch_are_not_counted(windows):
+    """As in a test under pytest-forked: a server of a fixture, and a process that the test starts."""
+    code = (
+        "import pathlib, sys; from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting; "
+        "mark_as_reporting(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
+    )
+
+    def marked(name):
+        command = [sys.executable, "-c", code, str(folder_of(windows)), name]
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        return process
+
+    server = marked("server")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with suppress(BaseException):
+            with windows.window() as window:
+                marked("child").communicate(b"\n")
+            os.write(writing, json.dumps(window.usage.uncounted).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading, encoding="utf-8") as pipe:
+        uncounted = json.load(pipe)
+    server.communicate(b"\n")
+    reason = "this test runs in a fork of pytest, which cannot ask other processes"
+    assert sorted((command.rpartition(" ")[2], why) for command, why in uncounted) == [
+        ("child", reason),
+        ("server", reason),
+    ]
 
 
 OTHER_RELEASE = usage_text(ProcessUsage(1, 2)).replace(f'"{__version__}"', '"9.9"')

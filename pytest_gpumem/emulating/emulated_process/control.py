@@ -78,6 +78,11 @@ def pid_at(connection: socket.socket) -> int | None:
     return pid
 
 
+def has_socket(folder: Path) -> bool:
+    """Return whether a process has listened in a folder."""
+    return (folder / _NAME).exists()
+
+
 def is_listening(folder: Path) -> bool:
     """Return whether a process listens in a folder."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -99,7 +104,7 @@ def connect(folder: Path, seconds: float) -> socket.socket | None:
         folder: The folder.
         seconds: The longest time to wait for the connection, for a request, or until an answer is sent.
     """
-    if not is_own(folder) or not (folder / _NAME).exists():
+    if not is_own(folder) or not has_socket(folder):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import Counter
@@ -27,13 +28,19 @@ _NONE = {"all": {"peak": 0, "current": 0}}
 """A statistic that an allocator lacks."""
 
 
-_WITHOUT_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-"""With this variable, whatever its value, torch allocates each tensor by the driver and counts nothing."""
+_WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"}
+"""With one of these variables, whatever its value, torch allocates each tensor by the driver and counts nothing."""
 
 
 def keeps_statistics() -> bool:
     """Return whether torch's allocator keeps statistics. A program's own one, or torch's without its cache, keeps none."""
-    return _WITHOUT_CACHE not in os.environ and torch.cuda.memory.get_allocator_backend() != "pluggable"
+    return _has_cache() and torch.cuda.memory.get_allocator_backend() != "pluggable"
+
+
+@functools.cache
+def _has_cache() -> bool:
+    """Return whether torch's allocator has its cache. torch reads the variables at the first allocation, and never again."""
+    return _WITHOUT_CACHE.isdisjoint(os.environ)
 
 
 class Statistics(Protocol):
@@ -104,7 +111,8 @@ class CudaStatistics:
         self._resets.reset(device)
 
     def begin(self, before_reset: Callable[[], None]) -> AbstractContextManager[object]:
-        # The variable counts as it was when CUDA began, because torch read it then.
+        # The variables count as they were when CUDA began, because torch read them then.
+        _has_cache()
         self._visible = os.environ.get(CUDA_VISIBLE_DEVICES)
         return before_each_reset(before_reset, "cuda")
 

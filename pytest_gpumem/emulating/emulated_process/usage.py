@@ -216,7 +216,7 @@ class ProcessUsage:
     invalid: str | None = None
     """A text about the first read of an uncomputed value, with its line, after which the peaks mean nothing."""
     without_statistics: bool = False
-    """True if the program has its own allocator, which keeps no statistics, so the process's memory is unknown."""
+    """True if the allocator keeps no statistics, so the process's memory is unknown."""
     lacking: str | None = None
     """The reason why peaks may be too low, if cuDNN's workspaces are not fully known."""
     no_kernels: str | None = None

@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import record_fork
-from pytest_gpumem.emulating.emulated_process.control import answer_from, is_listening, listen, pid_at, request_line
+from pytest_gpumem.emulating.emulated_process.control import (
+    answer_from,
+    has_socket,
+    is_listening,
+    listen,
+    pid_at,
+    request_line,
+)
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     MOST_BYTES,
@@ -195,7 +202,7 @@ class ProcessWindows:
         Args:
             variables: Further environment variables for the processes.
             session_began: The time when the session began, as in `ProcessIdentity.started`. Children that started between this
-                time and now cannot report. ``None`` if there are none.
+                time and now cannot report. If it is ``None``, all current children count as older than the session.
         """
         _remove_abandoned()
         self._further_variables = dict(variables or {})
@@ -283,6 +290,10 @@ class ProcessWindows:
                 window.parts.append(WindowUsage(unknown=(self._removed,)))
                 unseen = ()
             uncounted = tuple(map(uncounted_in, set(self._folder.glob(f"*{UNCOUNTED}")) - earlier))
+            if self._owner != os.getpid():
+                # A server from before this window is not counted either.
+                marks = {path for path in marks if not _may_run(path.name.partition(".")[0])}
+                marks.add(self._folder / f"{os.getpid()}{SEEN}")
             importing = self._imported_since(marks)
             if self._owner != os.getpid():
                 uncounted = tuple((command, _IN_FORK) for command in importing)
@@ -528,5 +539,8 @@ def _remove_abandoned() -> None:
         with suppress(OSError):
             status = folder.lstat()
             is_own = hasattr(os, "getuid") and status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
-            if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and not is_listening(folder):
+            is_old = is_own and time.time() - status.st_mtime > _YOUNG_SECONDS
+            # A job's folder without a socket may be of a running job, in a file system without sockets.
+            may_run = folder.name.startswith(JOB_PREFIX) and not has_socket(folder)
+            if is_old and not may_run and not is_listening(folder):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -65,8 +65,10 @@ class SessionProcesses:
         self._variables = self._windows.variables(os.environ)
         self._previous = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
-        self.environment: Mapping[str, str] = {}
-        """The environment before the first test's device was opened. A test may change its own environment later."""
+        self.environment = dict(self._variables)
+        """The variables by which processes report, and `CUDA_VISIBLE_DEVICES` as it was before the first GPU was opened. A test
+        may change its own environment later."""
+        self._has_gpu = False
         # torch.compile's worker processes get `sys.path`, but not the variable PYTHONPATH.
         self._extends_path = str(STARTUP) not in sys.path
         if self._extends_path:
@@ -94,7 +96,9 @@ class SessionProcesses:
 
     def publish(self, device: Device) -> None:
         """Publish the bytes of the test's own process on a test's device and on further GPUs, from now on."""
-        self.environment = self.environment or dict(os.environ)
+        if device.torch_device.index is not None and not self._has_gpu:
+            self._has_gpu = True
+            self.environment |= {CUDA_VISIBLE_DEVICES: os.environ.get(CUDA_VISIBLE_DEVICES, "")}
         shared, visible = self._windows.shared, self.environment.get(CUDA_VISIBLE_DEVICES)
         indices = [on_device.torch_device.index for on_device in device.everywhere]
         in_machine = [_in_machine(index, visible) for index in range(max(index or 0 for index in indices) + 1)]
@@ -239,7 +243,7 @@ def figures_of_processes(
         for on_device in device.everywhere
         if (gpu := str(on_device.torch_device)) in own
     }
-    usages = without_rank_in(environment, window.usages)
+    usages = without_rank_in(os.environ, window.usages)
     return job_figures(usages, name_of_devices(device), own_peaks, earlier, window.simultaneous, os.getpid())
 
 

@@ -84,7 +84,7 @@ class RunResult:
     unknown: str | None = None
     """A clause about the uncomputed value on which the program depended; ``None`` without such a value."""
     without_statistics: bool = False
-    """True if the program has its own allocator, which keeps no statistics, so the memory is unknown."""
+    """True if the program's allocator keeps no statistics, so the memory is unknown."""
     lacking: str | None = None
     """The reason why peaks may be too low, as a clause. For example, cuDNN's memory may not be included. ``None`` otherwise."""
     cannot_run: str | None = None
