@@ -67,6 +67,7 @@ def test_tensors_that_two_lines_of_a_server_keep_have_both_lines_at_the_peak(ses
     assert at_peak[0] == at_peak[1] > 2
 
 
+@thorough
 def test_a_growing_training_script_is_red_with_its_module_and_line(session):
     recorded = session(TRAINING, TRAINING_TEST, "--gpumem-update=new")
     assert recorded.returncode == 0, recorded.stdout

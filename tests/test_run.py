@@ -162,7 +162,7 @@ def test_a_process_that_a_script_starts_on_the_cpu_is_measured(project, words, n
     results = json.loads((project.path / "report.json").read_text(encoding="utf-8"))["results"]
     measured = [part["measurement"] for result in results for part in result["verdict"]["verdicts"]]
     peaks = {part["name"]: part["metrics"]["peak_allocated"] for part in measured}
-    assert peaks[f"{name}: -c"] == 10_000, peaks
+    assert peaks[f"{name}: python -c"] == 10_000, peaks
     assert peaks[f"{name}: all processes"] == 10_000 + peaks.get(name, 4_000)
 
 

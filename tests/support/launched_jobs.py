@@ -41,10 +41,12 @@ def test_job(gpumem, way):
     imbalance = job.measurement.metrics.get("imbalance")
     assert imbalance == (printed[1] / printed[0] if way == "torchrun" else None)
 """
-QUICK = ("grandchild", "spawn", "torchrun", "pool")
+QUICK = ("spawn", "torchrun")
 WAYS = (
     *QUICK,
     *(
+        "grandchild",
+        "pool",
         "os.fork",
         "exit function",
         "script",
@@ -63,7 +65,7 @@ WAYS = (
     *(("accelerate",) if importlib.util.find_spec("accelerate") else ()),
 )
 NAMES = {
-    *("launch", "launch: job.py", "launch: job.py rank 0", "launch: job.py rank 1"),
+    *("launch", "launch: job.py rank 0", "launch: job.py rank 1"),
     *("launch: multiprocessing", "launch: multiprocessing 2"),
 }
 """The names of measurements of the quick ways."""
