@@ -95,7 +95,7 @@ def most_at_once(log):
 
 
 def test_tests_with_baselines_share_a_card_with_the_bytes_of_alone(session):
-    recorded = session("--gpumem-update=new")
+    recorded = session("--gpumem-update=new", "--gpumem-explain=never")
     assert recorded.returncode == 0, recorded.stdout
     alone = session.figures()
     at_once = session("--gpumem-baseline", "-n3", **{EMULATED_CARD: session.card})

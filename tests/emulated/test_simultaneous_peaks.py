@@ -8,7 +8,6 @@ from tests.support.simultaneous_peaks import (  # noqa: F401 -- pytest collects 
     OWN_TEST,
     TEST,
     session,
-    test_a_budget_limits_the_bytes_held_at_the_same_time_and_not_the_sum,
     test_bytes_held_at_the_same_time_are_exact_and_in_no_baseline,
     test_idle_and_killed_servers_do_not_count,
     test_the_own_process_counts_with_the_bytes_that_it_holds,
