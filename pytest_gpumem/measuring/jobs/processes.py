@@ -39,7 +39,7 @@ _COMPILE_WORKER = b"/torch/_inductor/compile_worker/"
 """A part of the command of torch.compile's processes. They compile kernels, and hold no tensors."""
 _TOO_EARLY = "it, or the process that started it, began before the tests were collected (start it in a fixture)"
 _HAS_LISTS = Path("/proc/thread-self/children").exists()
-"""Whether the kernel lists the children of each thread (``CONFIG_PROC_CHILDREN``)."""
+"""True if the kernel lists the children of each thread (``CONFIG_PROC_CHILDREN``)."""
 _ISOLATING = frozenset("IES")
 """Options of the Python interpreter with which no process reports. ``-I`` includes ``-E``."""
 _LAST_OPTIONS = frozenset("cmWX")
