@@ -304,7 +304,6 @@ def test_a_test_that_clears_its_environment_still_has_its_servers_figures(projec
 import os
 import subprocess
 import sys
-from unittest import mock
 
 CODE = "import torch\\nwhile line := input(): torch.ones(int(line)); print('done', flush=True)"
 
@@ -317,8 +316,10 @@ def server():
 
 
 @pytest.mark.gpumem
-@mock.patch.dict(os.environ, {}, clear=True)
-def test_it(server):
+def test_it(server, monkeypatch):
+    # The environment is still cleared when the call is judged.
+    for name in set(os.environ) - {"PYTEST_CURRENT_TEST"}:
+        monkeypatch.delenv(name)
     server.stdin.write(b"1000\\n")
     server.stdin.flush()
     assert server.stdout.readline() == b"done\\n"

@@ -40,8 +40,8 @@ class Machine:
         (folder / "task" / str(pid)).mkdir(parents=True, exist_ok=True)
         children = self.proc / str(parent) / "task" / str(parent) / "children"
         if children.parent.exists():
-            known = children.read_text().split() if children.exists() else []
-            children.write_text(" ".join(dict.fromkeys([*known, str(pid)])))
+            pids = children.read_text().split() if children.exists() else []
+            children.write_text(" ".join(dict.fromkeys([*pids, str(pid)])))
         (folder / "maps").write_bytes(maps)
         (folder / "cmdline").write_bytes(command)
 
