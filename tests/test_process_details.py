@@ -35,7 +35,7 @@ def test_it():
         process = multiprocessing.get_context("spawn").Process(target=work)
         process.start()
         process.join()
-        subprocess.run(["sh", "-c", f"RANK=3 {sys.executable} serve.py --end=1; true"], check=True)
+        subprocess.run(["sh", "-c", f"RANK=3 LOCAL_RANK=1 {sys.executable} serve.py --end=1; true"], check=True)
         kept = torch.ones(5)
     finally:
         SERVERS.append(server)
@@ -56,8 +56,9 @@ import torch
 
 kept = torch.ones(1 << 20)
 print(1, flush=True)
-if "--end=1" not in sys.argv:
-    time.sleep(600)
+if "--end=1" in sys.argv:
+    sys.exit(5)
+time.sleep(600)
 """
 
 
@@ -90,19 +91,23 @@ def test_each_process_has_its_command_position_parent_rank_and_end(project, sess
         "among": 3,
         "command": [python, "serve.py", "--api-key", "***", "--port", "1"],
         "rank": None,
+        "local_rank": None,
         "still_runs": True,
+        "status": None,
     }
     spawned = processes["call: multiprocessing"]
     assert spawned["number"] == 2
     assert re.fullmatch(r"multiprocessing SpawnProcess-[\d:]+", " ".join(spawned["command"]))
-    assert (spawned["parent"], spawned["still_runs"]) == (parent, False)
+    assert (spawned["parent"], spawned["still_runs"], spawned["status"]) == (parent, False, 0)
     ranked = processes["call: serve.py rank 3"]
-    assert (ranked["number"], ranked["parent"], ranked["rank"], ranked["still_runs"]) == (3, "sh", 3, False)
+    assert (ranked["number"], ranked["parent"], ranked["still_runs"], ranked["status"]) == (3, "sh", False, 5)
+    assert (ranked["rank"], ranked["local_rank"]) == (3, 1)
     assert "abc" not in (project.path / "report.json").read_text(encoding="utf-8")
     line = f"process 1 of 3: {python} serve.py --api-key *** --port 1, child of {parent}, still running"
     assert f"  note: {line}" in result.outlines
     assert line in (project.path / "report.html").read_text(encoding="utf-8")
-    assert f"  note: process 3 of 3: {python} serve.py --end=1, rank 3, child of sh, ended" in result.outlines
+    end = "rank 3, rank 1 on its machine, child of sh, ended with status 5"
+    assert f"  note: process 3 of 3: {python} serve.py --end=1, {end}" in result.outlines
 
 
 @pytest.mark.thorough

@@ -30,6 +30,14 @@ GRACE_SECONDS = 3.0
 """Seconds in which a process can end by itself after a signal. Afterwards the process is killed."""
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, for example ``"SIGTERM"``, or ``"signal 40"`` for a signal without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class Stop:
     """The recorded signal that asks the program to end, if any has come."""
 

@@ -131,7 +131,7 @@ FAILING = [
     (
         "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
         "bf16",
-        "its process ended with signal SIGKILL, probably because this machine ran out of memory",
+        "its process ended with SIGKILL, probably because this machine ran out of memory",
     ),
     ("import os; os._exit(3)", "fp32", "its process ended with exit code 3"),
 ]

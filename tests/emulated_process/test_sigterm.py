@@ -25,8 +25,8 @@ class Recorder:
     def write_if_changed(self):
         pass
 
-    def end(self):
-        os.write(1, b"reported\\n")
+    def end(self, status=None):
+        os.write(1, b"reported %d\\n" % status)
 
 
 recorder = Recorder()
@@ -62,7 +62,7 @@ def test_a_process_reports_and_dies_by_sigterm_wherever_its_main_thread_waits(wa
         rest, _ = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (rest, process.returncode) == ("reported\n", -15)
+    assert (rest, process.returncode) == ("reported -15\n", -15)
 
 
 def test_a_process_reports_at_sigterm_if_another_thread_began_to_use_cuda():
@@ -92,7 +92,7 @@ server.serve_forever()
         assert process.stdout.readline() == "ready\n"
         process.terminate()
         rest, _ = process.communicate(timeout=60)
-    assert (rest, process.returncode) == ("reported\n", -15)
+    assert (rest, process.returncode) == ("reported -15\n", -15)
 
 
 def test_a_program_that_handles_the_signal_and_calls_the_earlier_handler_goes_on():

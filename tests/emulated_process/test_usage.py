@@ -116,7 +116,9 @@ BATCH_SCRIPT = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", 
     [
         ({}, None),
         ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}, 3),
-        ({"LOCAL_RANK": "1"}, None),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}, 1),  # of Lightning
+        ({"LOCAL_RANK": "1", "OMPI_COMM_WORLD_RANK": "3"}, 3),
+        ({"LOCAL_RANK": "one"}, None),
         ({"RANK": "", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
         ({"RANK": "5", "OMPI_COMM_WORLD_RANK": "1"}, 5),  # mpirun starts torchrun on each machine
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 1),

@@ -12,6 +12,7 @@ import pytest
 
 from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.run import FinishedJob, failure, reporting_to, run_job
 from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
@@ -107,6 +108,43 @@ def test_a_daemon_that_reports_is_told_to_run_and_not_to_be_killed(tmp_path):
     (usage,) = done.usages
     os.kill(usage.process.pid, 9)
     assert "killed" not in failure(["serve"], done)
+
+
+STATUSES = {
+    "pass": 0,
+    "sys.exit(3)": 3,
+    "sys.exit(260)": 4,
+    "raise ValueError": 1,
+    "os._exit(status=4)": 4,
+    "os.kill(os.getpid(), 15); time.sleep(60)": -15,
+    "os.execlp('sh', 'sh', '-c', 'exit 7')": None,
+    "os.abort()": None,
+}
+"""The exit status of a process by its last line. If it runs another program or is killed by a signal, the status is unknown."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other processes are counted on Linux")
+def test_each_process_has_its_exit_status(tmp_path):
+    code = "import subprocess, sys; [each.wait() for each in [subprocess.Popen([sys.executable, '-c', end]) for end in {}]]"
+    programs = [f"import os, sys, time, torch; kept = torch.ones(5); {end}" for end in STATUSES]
+    done = job(python("-c", code.format(programs)), tmp_path, **CpuDevice().variables_of_processes())
+    statuses = {
+        usage.process.command[-1].partition("; kept = torch.ones(5); ")[2]: usage.status for usage in done.usages
+    }
+    assert statuses == STATUSES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other processes are counted on Linux")
+def test_a_fork_has_its_own_exit_status(tmp_path):
+    code = f"""
+{TORCH}, os, sys
+kept = torch.ones(5)
+if not (pid := os.fork()):
+    sys.exit(3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) + 1)
+"""
+    done = job(python("-c", code), tmp_path, **CpuDevice().variables_of_processes())
+    assert (done.status, [usage.status for usage in done.usages]) == (4, [4])
 
 
 @pytest.mark.parametrize(

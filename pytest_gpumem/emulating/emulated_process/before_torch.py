@@ -186,9 +186,9 @@ def record_if_told_to(
 
     from pathlib import Path
 
-    endings: list[Callable[[], None]] = []
+    endings: list[Callable[[int], None]] = []
 
-    def also_at_sigterm(end: Callable[[], None]) -> None:
+    def also_at_sigterm(end: Callable[..., None]) -> None:
         at_exit(end)
         endings.append(end)
 
@@ -256,7 +256,7 @@ def _count_on_cpu(
     counting.when_it_begins(record_unless_worker)
 
 
-def _watch_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]:
+def _watch_sigterm(endings: Sequence[Callable[[int], None]]) -> Callable[[], bool]:
     """Call `_end_at_sigterm` in the main thread, and return a function that returns whether SIGTERM has come.
 
     Another thread may be the first to use CUDA, for example a server's thread at the first request. Then the main thread calls
@@ -290,10 +290,13 @@ def _call_in_main_thread(function: Callable[[], None]) -> None:
     ctypes.pythonapi.Py_AddPendingCall(pending, None)
 
 
-def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool] | None:
+def _end_at_sigterm(endings: Sequence[Callable[[int], None]]) -> Callable[[], bool] | None:
     """At SIGTERM, for example from ``Process.terminate()``, call functions before the process dies.
 
     A program's own handler replaces this one, or calls it and goes on. Only the main thread can set a handler.
+
+    Args:
+        endings: The functions. Each gets the negative number of the signal.
 
     Returns:
         A function that returns whether SIGTERM has come. Python runs a handler only between two instructions of the main
@@ -309,7 +312,7 @@ def _end_at_sigterm(endings: Sequence[Callable[[], None]]) -> Callable[[], bool]
             return  # the program's own handler calls this one
         try:
             for end in endings:
-                end()
+                end(-signum)
         finally:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)

@@ -10,13 +10,14 @@ import stat
 import sys
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_gpumem import __version__
 from pytest_gpumem.base.atomic_file import write_atomically
 from pytest_gpumem.base.shown_command import shown_command
+from pytest_gpumem.emulating.emulated_process.exit_status import exit_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,8 @@ TOO_LONG = f"{_INVALID}: the report has more than {MOST_BYTES >> 20} MiB"
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """Variables set by torchrun and deepspeed, by Open MPI's mpirun, and by other launchers of MPI programs."""
+_LOCAL_RANK = "LOCAL_RANK"
+"""Variable with the rank on this machine. Lightning sets no other variable for its processes."""
 _STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 _MOST_DIGITS = 9
 
@@ -174,6 +177,8 @@ class ProcessIdentity:
     """The rank from `rank_in` for the process's environment."""
     rank_variable: str = ""
     """The variable with the rank: ``RANK``. Empty without a rank."""
+    local_rank: int | None = None
+    """The rank on this machine."""
     restart: int = 0
     """The number of times that torchrun has started all ranks again before it started this process."""
     parent: tuple[str, ...] = ()
@@ -185,11 +190,17 @@ class ProcessIdentity:
 def rank_in(environment: Mapping[str, str]) -> tuple[int | None, str]:
     """Return a process's rank and the variable with the rank. If no launcher has set a variable, return ``None`` and ``""``.
 
-    ``SLURM_PROCID`` is 0 in every batch script, and its children inherit it. Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``.
+    ``SLURM_PROCID`` is 0 in every batch script, and its children inherit it. Only ``srun`` sets ``SLURM_STEP_NUM_TASKS``. The
+    rank on this machine counts if no variable has the rank among all machines.
     """
-    names = _RANKS if _number(environment.get(_STEP_TASKS)) in (None, 1) else (*_RANKS, "SLURM_PROCID")
-    numbers = ((_number(environment.get(name)), name) for name in names)
+    of_srun = () if _number(environment.get(_STEP_TASKS)) in (None, 1) else ("SLURM_PROCID",)
+    numbers = ((_number(environment.get(name)), name) for name in (*_RANKS, *of_srun, _LOCAL_RANK))
     return next(((number, name) for number, name in numbers if number is not None), (None, ""))
+
+
+def local_rank_in(environment: Mapping[str, str]) -> int | None:
+    """Return a process's rank on this machine; ``None`` if no launcher has set it."""
+    return _number(environment.get(_LOCAL_RANK))
 
 
 def _number(text: str | None) -> int | None:
@@ -231,6 +242,8 @@ class ProcessUsage:
     """The reason why the process did not record its allocations, although the test asked for a recording."""
     written: int = 0
     """Time of this report in the same ticks as `ProcessIdentity.started`. 0 if unknown."""
+    status: int | None = None
+    """The exit status of an ended process, or the negative number of the signal that ended it. ``None`` if it is unknown."""
 
 
 def ticks_now() -> int:
@@ -378,7 +391,8 @@ def read_reports(folder: Path) -> Reports:
         try:
             if path.stat().st_size > MOST_BYTES:
                 raise InvalidReport(TOO_LONG)
-            usages[path] = usage_from(path.read_bytes())
+            usage = usage_from(path.read_bytes())
+            usages[path] = usage if usage.status is not None else replace(usage, status=exit_status(path))
         except FileNotFoundError:
             continue  # the process has ended, and its folder is removed
         except (OSError, InvalidReport) as error:

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from pytest_gpumem.emulating.emulated_process.exit_status import watch_exit
 from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
 from pytest_gpumem.emulating.emulated_process.kept_peaks import CudaStatistics, KeptPeaks
 from pytest_gpumem.emulating.emulated_process.shared_bytes import PublishedBytes
@@ -29,6 +30,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     ProcessUsage,
     bytes_of,
     is_own,
+    local_rank_in,
     no_kernels,
     rank_in,
     ticks_now,
@@ -58,7 +60,7 @@ _EMULATION = "pytest_gpumem.emulating.emulation.load"
 
 def record_usage(
     folder: Path,
-    at_exit: Callable[[Callable[[], None]], object],
+    at_exit: Callable[[Callable[..., None]], object],
     steps: int | None = None,
     seconds: float | None = None,
     command: tuple[str, ...] = tuple(sys.orig_argv),
@@ -115,6 +117,7 @@ class _Recorder:
         self._imported: dict[str, None] = {}
         self._backward: BackwardWatch | None = None
         self._ended = False
+        self._status: int | None = None
         self._written: object = None
         self._window: int | None = None
         self._blocks: BlockRecorder | None = None
@@ -133,7 +136,8 @@ class _Recorder:
         if self._source.device_type == "cuda" and self._source.is_kept:
             observe_out_of_memory(self._out_of_memory)
             self._backward = BackwardWatch()
-        os._exit = self._ending(os._exit)
+        watch_exit(self._library, self._folder, self._report_name())
+        os._exit = self._ending(os._exit, takes_status=True)
         if self._seconds is not None:
             os.execv, os.execve = self._ending(os.execv), self._ending(os.execve)
             start_reporting(self, self._folder, self._seconds, self._has_sigterm)
@@ -149,7 +153,7 @@ class _Recorder:
                 _started(), [self._source.index_in_machine(device) for device in self._source.devices()]
             )
 
-    def _ending(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+    def _ending(self, leave: Callable[..., Any], *, takes_status: bool = False) -> Callable[..., Any]:
         """Return a function that writes the usage, and then calls ``leave``, which ends the program.
 
         If ``leave`` fails, the program goes on, and so does the recording. For example, ``os.execvp`` tries each folder in
@@ -158,7 +162,8 @@ class _Recorder:
 
         def end_and_leave(*arguments: Any, **named: Any) -> None:
             try:
-                self.end()
+                status = next(iter((*arguments, *named.values())), None) if takes_status else None
+                self.end(status & 0xFF if isinstance(status, int) else None)
             finally:
                 try:
                     leave(*arguments, **named)
@@ -170,7 +175,7 @@ class _Recorder:
     def _go_on(self) -> None:
         if self._process == os.getpid():
             with self._peaks.lock:
-                self._ended = False
+                self._ended, self._status = False, None
                 self._publish()
                 self._write(None)
 
@@ -230,19 +235,19 @@ class _Recorder:
             )
             self._write(None)
 
-    def end(self) -> None:
-        """Write the usage of an ending process."""
+    def end(self, status: int | None = None) -> None:
+        """Write the usage of an ending process, with `ProcessUsage.status` if that is known already."""
         # A forked process inherits this exit function, and must not write its parent's usage.
         if self._process == os.getpid():
             self._imported.update(dict.fromkeys(name for name in self._packages() if name.startswith("torch.")))
             with self._peaks.lock:
-                self._ended = True
+                self._ended, self._status = True, status
                 self._write(time.monotonic_ns())
                 self._published.end()
 
-    def end_with_python(self) -> None:
+    def end_with_python(self, status: int | None = None) -> None:
         """Write the usage of an ending process, and read no more stacks."""
-        self.end()
+        self.end(status)
         if self._blocks is not None:
             self._blocks.python_ends()
 
@@ -251,7 +256,10 @@ class _Recorder:
         # The command or session that made this folder may have ended before this process. That must not fail the program.
         with suppress(OSError):
             if is_own(self._folder):
-                write_usage(self._folder, f"{self._process}-{self._began}", usage)
+                write_usage(self._folder, self._report_name(), usage)
+
+    def _report_name(self) -> str:
+        return f"{self._process}-{self._began}"
 
     def _usage(self, ended: int | None, *, with_blocks: bool) -> ProcessUsage:
         self._peaks.take()
@@ -263,6 +271,7 @@ class _Recorder:
         return ProcessUsage(
             began=self._began,
             ended=ended,
+            status=self._status,
             devices=tuple(self._of_device(device, blocks.get(device)) for device in used),
             times_out_of_memory=self._times,
             ran_out=self._ran_out,
@@ -341,6 +350,7 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
         name="" if name == "MainProcess" else name,
         rank=rank,
         rank_variable=rank_variable,
+        local_rank=local_rank_in(os.environ),
         restart=int(restart) if restart.isdecimal() else 0,
         parent=_command_of(parent_pid),
         parent_pid=parent_pid,

@@ -41,8 +41,8 @@ class Recorder(Protocol):
     def begin_window(self, window: int) -> ProcessUsage | None:
         """Begin a window, and return the usage in the window before. If this process ends, return ``None``."""
 
-    def end(self) -> None:
-        """Write the usage of an ending process."""
+    def end(self, status: int | None = None) -> None:
+        """Write the usage of an ending process, with its exit status or the negative number of the signal that ends it."""
 
 
 def start_reporting(
@@ -108,7 +108,7 @@ class _Reporting(PausingThread):
 
 def _die(recorder: Recorder) -> None:
     """End this process by SIGTERM, because the main thread waits in C, for example for another rank, and runs no handler."""
-    recorder.end()
+    recorder.end(-signal.SIGTERM)
     # Only the main thread may call `signal.signal`.
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pytest_gpumem.base.processes import signal_name
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.facts.values.annotations import Count
 
@@ -28,16 +29,31 @@ class ProcessDetails:
     """The parent's program, such as ``torchrun``; ``None`` if it is unknown."""
     rank: Count | None = None
     """The process's rank; ``None`` without a rank."""
+    local_rank: Count | None = None
+    """The process's rank on this machine; ``None`` if no launcher has set ``LOCAL_RANK``."""
     still_runs: bool = False
     """True if the process still ran after the call, region, step or command."""
+    status: int | None = None
+    """The exit status of an ended process, or the negative number of the signal that ended it: -15 for SIGTERM.
+
+    ``None`` if it is unknown, for example on another system than Linux, or if the process still ran."""
 
     @property
     def text(self) -> str:
         """A clause: ``process 2 of 3: python -m vllm.entrypoints --port 8000, child of torchrun, still running``."""
+        rank = [] if self.rank is None else [f"rank {self.rank}"]
+        if self.local_rank not in (None, self.rank):
+            rank.append(f"rank {self.local_rank} on its machine")
         clauses = [
             f"process {self.number} of {self.among}: {shown_command(self.command)}",
-            *([] if self.rank is None else [f"rank {self.rank}"]),
+            *rank,
             *([] if self.parent is None else [f"child of {self.parent}"]),
-            "still running" if self.still_runs else "ended",
+            "still running" if self.still_runs else f"ended{_end_of(self.status)}",
         ]
         return ", ".join(clauses)
+
+
+def _end_of(status: int | None) -> str:
+    if not status:
+        return ""
+    return f" with status {status}" if status > 0 else f" by {signal_name(-status)}"

@@ -461,8 +461,16 @@ def _details(usage: ProcessUsage, number: int, among: int, own_pid: int) -> Proc
         parent = program_name(process.parent) if program.startswith("python") else program
         # A worker of pytest-xdist is ``python -c``. A script runs in `gpumem run`.
         parent = "pytest" if process.parent_pid == own_pid and parent != "gpumem" else parent
-    still_runs = usage.ended is None
-    return ProcessDetails(number, among, shown_process(process), parent, process.rank, still_runs=still_runs)
+    return ProcessDetails(
+        number,
+        among,
+        shown_process(process),
+        parent,
+        process.rank,
+        process.local_rank,
+        still_runs=usage.ended is None,
+        status=usage.status,
+    )
 
 
 def _gained(usage: ProcessUsage, gpus: Mapping[int, str]) -> dict[str, int]:

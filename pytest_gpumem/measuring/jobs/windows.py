@@ -30,6 +30,7 @@ from pytest_gpumem.emulating.emulated_process.control import (
     pid_at,
     request_line,
 )
+from pytest_gpumem.emulating.emulated_process.exit_status import status_file
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     MOST_BYTES,
@@ -368,6 +369,7 @@ class ProcessWindows:
                 continue
             (usages if usage.ended is not None else killed).append(self._with_live_first(usage))
             path.unlink(missing_ok=True)
+            status_file(path).unlink(missing_ok=True)
         # A process's peak may be between its answer and the last answer. Then the next part has it.
         answered = {(usage.process.pid, usage.process.started) for usage in answers.values()}
         self.shared.remove_ended(lambda pid, started: (pid, started) in answered or is_running(pid, started))

@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pytest_gpumem.base.errors import NotAStep, SubjectError, TrialFailed
-from pytest_gpumem.base.processes import end_with_parent
+from pytest_gpumem.base.processes import end_with_parent, signal_name
 from pytest_gpumem.emulating.emulated_process.before_torch import install
 from pytest_gpumem.emulating.emulated_process.start import emulate, environment_for
 from pytest_gpumem.emulating.emulation.load import CONTEXT_BYTES, become, current_emulation
@@ -216,9 +216,7 @@ _SECONDS = 10.0
 
 def _ending(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}" + (
-            ", probably because this machine ran out of memory" if code == -9 else ""
-        )
+        return signal_name(-code) + (", probably because this machine ran out of memory" if code == -9 else "")
     return f"exit code {code}"
 
 

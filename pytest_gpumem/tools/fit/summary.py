@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
 from dataclasses import asdict
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from pytest_gpumem.base.processes import signal_name
 from pytest_gpumem.base.units import format_bytes, word_form
 from pytest_gpumem.reporting.reports.layout import Column, Span, Table
 from pytest_gpumem.tools.fit.outcome import NOT_ENOUGH, FitOutcome
@@ -204,10 +204,7 @@ def _where(result: RunResult, cwd: str) -> str:
 def _status(result: RunResult) -> str:
     if result.status >= 0:
         return f"exit status {result.status}"
-    try:
-        return f"killed by {signal.Signals(-result.status).name}"
-    except ValueError:
-        return f"killed by signal {-result.status}"
+    return f"killed by {signal_name(-result.status)}"
 
 
 _GRAPHS = (

@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_gpumem.base.errors import StopSignal
-from pytest_gpumem.base.processes import recorded_signals, run
+from pytest_gpumem.base.processes import recorded_signals, run, signal_name
 from pytest_gpumem.base.units import counted, format_bytes, format_seconds
 from pytest_gpumem.tools.console.project import QUIET
 from pytest_gpumem.tools.console.streams import InputError, WholeLines
@@ -104,9 +103,8 @@ def observe(
 
 def _how_it_ended(status: int) -> str:
     if status < 0:
-        with suppress(ValueError):
-            return f"the signal {signal.Signals(-status).name} ended pytest"
-    return f"pytest ended with exit status {abs(status)}"
+        return f"{signal_name(-status)} ended pytest"
+    return f"pytest ended with exit status {status}"
 
 
 _MOST_NAMES = 10

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.base.processes import recorded_signals, run
+from pytest_gpumem.base.processes import recorded_signals, run, signal_name
 from pytest_gpumem.tools.console.streams import read_report, write_lines
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def run_shown(
         )
         shown.show_end()
         if status < 0:
-            write_lines(["", f"the signal {_name_of(-status)} ended the session, so no baselines were recorded"])
+            write_lines(["", f"the signal {signal_name(-status)} ended the session, so no baselines were recorded"])
         results = read_report(report).results if report.exists() else ()
     return status, [result.verdict for result in results]
 
@@ -99,11 +98,3 @@ class _ShownOutput:
         self.show_progress(ended=True)
         earlier, last = self._lines[:-_END], self._lines[-_END:]
         write_lines([*(line for line in earlier if line.startswith(_SUMMARY)), *last])
-
-
-def _name_of(number: int) -> str:
-    """Return the name of a signal, for example ``"SIGTERM"``, or ``"signal 40"`` for a signal without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -22,6 +22,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
+#include <fcntl.h>
 #if __has_include(<execinfo.h>)
 #include <execinfo.h>
 #else
@@ -30,9 +31,11 @@
 #include <link.h>
 #include <pthread.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -931,3 +934,42 @@ void shared_restart(struct shared *table, int64_t highest[MOST_DEVICES]) {
         raise_to(&table->highest[device], __atomic_load_n(&table->sum[device], __ATOMIC_SEQ_CST));
     }
 }
+
+#ifdef __GLIBC__
+/* The file for this process's exit status. A fork has its parent's, which it does not write. */
+static struct {
+    pid_t process;
+    char folder[4096], name[64];
+} status_file;
+
+static void write_status(int status, void *unused) {
+    (void)unused;
+    if (status_file.process != getpid())
+        return;
+    int folder = open(status_file.folder, O_DIRECTORY | O_NOFOLLOW | O_RDONLY);
+    struct stat about;
+    /* The session may have ended, and somebody else may have made a folder with this name. */
+    if (folder >= 0 && !fstat(folder, &about) && about.st_uid == getuid()) {
+        int file = openat(folder, status_file.name, O_CREAT | O_EXCL | O_NOFOLLOW | O_WRONLY, 0600);
+        if (file >= 0) {
+            dprintf(file, "%d", status & 0xff);
+            close(file);
+        }
+    }
+    if (folder >= 0)
+        close(folder);
+}
+
+/* Write this process's exit status into a new file when it calls `exit`, as Python does at its end. Return 0 if that is not
+   possible. */
+int exit_watch(const char *folder, const char *name) {
+    static int is_watching;
+    if (strlen(folder) >= sizeof status_file.folder || strlen(name) >= sizeof status_file.name)
+        return 0;
+    strcpy(status_file.folder, folder);
+    strcpy(status_file.name, name);
+    status_file.process = getpid();
+    is_watching = is_watching || !on_exit(write_status, NULL);
+    return is_watching;
+}
+#endif

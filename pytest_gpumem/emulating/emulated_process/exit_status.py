@@ -1,0 +1,47 @@
+"""The exit status of a process, in a file beside its report.
+
+Python runs its last functions before it tells anybody its exit status. So C writes the file at the very end of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_SUFFIX = ".status"
+_MOST_BYTES = 16
+
+
+def watch_exit(library: str | None, folder: Path, name: str) -> None:
+    """Write this process's exit status into a file when the process ends.
+
+    Nothing is written without the library, with another C library than glibc, or if ``os._exit`` or a signal ends the process.
+
+    Args:
+        library: The path of the library with the counter of allocations.
+        folder: The folder of this process's report. It belongs to this user.
+        name: The report's name without ``.json``.
+    """
+    with suppress(OSError, AttributeError):
+        if library is not None:
+            ctypes.CDLL(library).exit_watch(os.fsencode(folder), f"{name}{_SUFFIX}".encode())
+
+
+def status_file(report: Path) -> Path:
+    """Return the path of the file with the exit status of the process that wrote this report."""
+    return report.with_suffix(_SUFFIX)
+
+
+def exit_status(report: Path) -> int | None:
+    """Return the exit status from the file beside a report; ``None`` without a file, or if it has no exit status."""
+    try:
+        with status_file(report).open("rb") as file:
+            text = file.read(_MOST_BYTES)
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) <= 255 else None
