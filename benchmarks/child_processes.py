@@ -6,10 +6,12 @@ CPU time (user + system, children included) is claimed, because a session waits 
 In the first suite each child imports torch and allocates 4 MB. In the second suite no child imports torch. In the third suite
 the test has no child.
 
-A child's start is compared with the `sitecustomize` and the variables by which a child reports its memory, and without them.
+A child's start and end are compared with the `sitecustomize` and the variables by which a child reports its memory, and
+without them. ``import torch`` takes seconds that vary by a tenth, so a child imports torch before the hook for this import is
+called, and its seconds are subtracted. torch's own end takes half a second, so the time ends after the last exit function.
 
-Needs Linux on x86-64 with a CUDA build of torch, and a C compiler. With ``--starts`` only starts are timed, without a GPU. With
-``--cpu`` any build of torch will do.
+Needs Linux on x86-64 with a CUDA build of torch, and a C compiler. With ``--only-starts`` no session runs. With ``--cpu`` any
+build of torch will do.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from claims import Claim, claim_of, conclude, difference_of_medians, parser_of, print_table
-from cost import Cost, cost_of
 
 from pytest_gpumem.emulating.emulated_process.start import environment_for
 from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
+from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.run import reporting_to
 
 if TYPE_CHECKING:
@@ -70,9 +72,40 @@ SESSIONS = {
     "with the plugin": ("--gpumem-explain=never",),
     "-p no:gpumem": ("-p", "no:gpumem", "-W", "ignore"),
 }
+STARTS = {
+    "without torch": ("pass", 5.0),
+    "that imports torch": ("", 50.0),
+    "with a tensor": ("torch.ones(1 << 20, device='{device}')", 50.0),
+}
+"""A child's code, and the most milliseconds of CPU time that reporting may add to its start and end."""
+IMPORT = """
+import sys
+import time
+
+hooks = [finder for finder in sys.meta_path if hasattr(finder, "after_import")]
+sys.meta_path = [finder for finder in sys.meta_path if finder not in hooks]
+for hook in hooks:
+    hook.before_import()
+began = time.process_time()
+import torch
+
+seconds = time.process_time() - began
+for hook in hooks:
+    hook.after_import()
+{code}
+"""
+END = """
+import atexit
+import os
+import time
+
+atexit._run_exitfuncs()
+print(time.process_time() - globals().get("seconds", 0), flush=True)
+os._exit(0)
+"""
 MOST_RATIO = 1.1
-MOST_MS = {WITH_TORCH: 50.0, WITHOUT_TORCH: 10.0}
-"""The most milliseconds of CPU time that measuring adds to a child."""
+MOST_MS = 10.0
+"""The most milliseconds of CPU time that measuring adds to a child without torch, in the session and in the child."""
 
 
 class Session:
@@ -157,60 +190,64 @@ def compare_sessions(rounds: int, environment: dict[str, str], device: str) -> l
     claims = [claim_of(text, statistics.median, (ratios,), MOST_RATIO)]
     # A session also measures the test's own process, which costs the same with any number of children.
     own = statistics.median(ours - theirs for ours, theirs in zip(*cpus[NONE], strict=True))
-    for suite, limit in MOST_MS.items():
-        each = [1000 * (ours - theirs - own) / CHILDREN for ours, theirs in zip(*cpus[suite], strict=True)]
-        text = f"{suite}: milliseconds of CPU time that the plugin adds for each child, median of the rounds"
-        claims.append(claim_of(text, statistics.median, (each,), limit))
+    each = [1000 * (ours - theirs - own) / CHILDREN for ours, theirs in zip(*cpus[WITHOUT_TORCH], strict=True)]
+    text = f"{WITHOUT_TORCH}: milliseconds of CPU time that the plugin adds for each child, median of the rounds"
+    return [*claims, claim_of(text, statistics.median, (each,), MOST_MS)]
+
+
+def compare_starts(starts: int, environment: dict[str, str], device: str) -> list[Claim]:
+    """Start children with and without reporting in turns, and print what the starts took.
+
+    Args:
+        starts: The number of starts of each kind.
+        environment: The environment in which torch can be imported.
+        device: The value of ``--gpumem-device``.
+    """
+    unset = () if device != "cpu" else ("GPUMEM_",)
+    plain = {name: value for name, value in environment.items() if not name.startswith(unset)}
+    claims = []
+    with tempfile.TemporaryDirectory() as name:
+        further = reporting_to(Path(name), plain) | (CpuDevice().variables_of_processes() if device == "cpu" else {})
+        environments = {"reporting": {**plain, **further}, "not reporting": plain}
+        for child, (code, limit) in STARTS.items():
+            torch_code = IMPORT.format(code=code.format(device="cpu" if device == "cpu" else "cuda"))
+            program = code if child == "without torch" else torch_code
+            costs: dict[str, list[float]] = {kind: [] for kind in environments}
+            for number in range(-1, starts):
+                for kind in environments if number % 2 else reversed(environments):
+                    cost = start(program, environments[kind])
+                    if number >= 0:  # the first start may compile bytecode
+                        costs[kind].append(1000 * cost)
+            rows = [(kind, f"{statistics.median(each):.1f} ms", f"{min(each):.1f} ms") for kind, each in costs.items()]
+            print(f"a child {child}, {starts} starts of each kind in turns, without the import of torch\n")
+            print_table(("child", "CPU, median", "CPU, least"), rows)
+            text = f"a child {child}: milliseconds of CPU time for reporting"
+            claims.append(claim_of(text, difference_of_medians, list(costs.values()), limit))
     return claims
 
 
-def compare_starts(rounds: int, environment: dict[str, str]) -> list[Claim]:
-    """Start children without torch, with and without reporting in turns, and print what the starts took.
-
-    Args:
-        rounds: A tenth of the number of starts.
-        environment: The environment in which torch can be imported.
-    """
-    plain = {name: value for name, value in environment.items() if not name.startswith("GPUMEM_")} | {"PYTHONPATH": ""}
-    runs: dict[str, list[Cost]] = {"reporting": [], "not reporting": []}
-    with tempfile.TemporaryDirectory() as name:
-        environments = {"reporting": {**plain, **reporting_to(Path(name), plain)}, "not reporting": plain}
-        for number in range(10 * rounds):
-            for child in list(runs) if number % 2 else list(reversed(runs)):
-                runs[child].append(start("pass", environments[child]))
-    rows = [(child, *_milliseconds(costs)) for child, costs in runs.items()]
-    print(f"the start of a child without torch, {10 * rounds} rounds of each kind in turns\n")
-    print_table(("child", "CPU, median", "CPU, least", "wall, median", "wall, least"), rows)
-    milliseconds = [[1000 * cost.cpu for cost in costs] for costs in runs.values()]
-    text = "the start of a child without torch: milliseconds of CPU time for reporting"
-    return [claim_of(text, difference_of_medians, milliseconds, MOST_MS[WITHOUT_TORCH])]
-
-
-def start(code: str, environment: dict[str, str]) -> Cost:
-    """Run a child, and return its cost."""
-    cost, _ = cost_of(lambda: subprocess.run([sys.executable, "-c", code], env=environment, check=True))
-    return cost
+def start(code: str, environment: dict[str, str]) -> float:
+    """Run a child with this code until its exit functions have run, and return its CPU time in seconds."""
+    command = [sys.executable, "-c", code + END]
+    return float(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
 
 
 def _seconds(seconds: list[float]) -> tuple[str, ...]:
     return tuple(f"{reduce(seconds):.2f} s" for reduce in (statistics.median, min))
 
 
-def _milliseconds(costs: list[Cost]) -> tuple[str, ...]:
-    cpus, walls = [cost.cpu for cost in costs], [cost.wall for cost in costs]
-    return tuple(f"{1000 * reduce(times):.1f} ms" for times in (cpus, walls) for reduce in (statistics.median, min))
-
-
 def main() -> int:
     """Run everything in turns, print what it took, and tell whether the claims hold."""
     parser = parser_of(__doc__, rounds=5)
-    parser.add_argument("--starts", action="store_true", help="time only the starts of children without torch")
+    parser.add_argument("--starts", type=int, default=20, help="how often each child is started (default: %(default)s)")
+    parser.add_argument("--only-starts", action="store_true", help="run no sessions")
     parser.add_argument("--cpu", action="store_true", help="measure on the CPU instead of an emulated GPU")
     options = parser.parse_args()
-    emulating = {} if options.cpu or options.starts else environment_for(emulated_gpu(GPU), os.environ)
+    device = "cpu" if options.cpu else GPU
+    emulating = {} if options.cpu else environment_for(emulated_gpu(GPU), os.environ)
     environment = {**os.environ, **emulating}
-    claims = [] if options.starts else compare_sessions(options.rounds, environment, "cpu" if options.cpu else GPU)
-    return conclude([*claims, *compare_starts(options.rounds, environment)], check=options.check)
+    claims = [] if options.only_starts else compare_sessions(options.rounds, environment, device)
+    return conclude([*claims, *compare_starts(options.starts, environment, device)], check=options.check)
 
 
 if __name__ == "__main__":

@@ -382,9 +382,10 @@ print(second[0] - first[0] == third[0] - second[0], first[1:] == second[1:] == t
 
 def test_a_recording_knows_whether_a_backward_pass_ran_at_its_start(run):
     printed = run(f"""
+from pytest_gpumem.emulating.emulated_process.allocation_counter import AllocationCounter
 from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
 
-history = CounterHistory({str(LIBRARY)!r})
+history = CounterHistory(AllocationCounter({str(LIBRARY)!r}))
 x = torch.ones(3, requires_grad=True)
 x.register_hook(lambda _: history.start(1000))
 x.sum().backward()

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from pytest_gpumem.emulating.emulated_process.marks import is_own
 from pytest_gpumem.emulating.emulated_process.start import STARTUP, with_startup
-from pytest_gpumem.emulating.emulated_process.usage import is_own
 
 BEGIN = """
 import ctypes

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem import __version__
-from pytest_gpumem.emulating.emulated_process.usage import (
+from pytest_gpumem.emulating.emulated_process.marks import (
     SEEN,
     UNCOUNTED,
+    mark_as_reporting,
+    mark_as_uncounted,
+    uncounted_in,
+    unmark_as_reporting,
+)
+from pytest_gpumem.emulating.emulated_process.usage import (
     DeviceUsage,
     InvalidReport,
     OutOfMemory,
@@ -19,13 +25,9 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     Recorded,
     RecordedBlocks,
     among_all,
-    mark_as_reporting,
-    mark_as_uncounted,
     no_kernels,
     rank_in,
     read_usages,
-    uncounted_in,
-    unmark_as_reporting,
     write_usage,
 )
 

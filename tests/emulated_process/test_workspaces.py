@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_gpumem.emulating.emulated_process import workspaces
-from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+from pytest_gpumem.emulating.emulated_process.usage import Workspaces
 
 BLOCKS = [
     {"address": address, "requested_size": nbytes, "state": "active_allocated"}

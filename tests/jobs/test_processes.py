@@ -151,7 +151,7 @@ def test_a_kernel_without_lists_of_children_has_all_processes_looked_at(monkeypa
 
 RENAMES_ITSELF = """
 import ctypes, os, pathlib, sys
-from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting
+from pytest_gpumem.emulating.emulated_process.marks import mark_as_reporting
 mark_as_reporting(pathlib.Path(sys.argv[1]))
 first, end = map(int, pathlib.Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
 ctypes.memset(first, ord("x"), end - first - 1)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpumem.base.errors import JobError
-from pytest_gpumem.emulating.emulated_process.usage import SEEN, DeviceUsage, ProcessIdentity, ProcessUsage
+from pytest_gpumem.emulating.emulated_process.marks import SEEN
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
 from pytest_gpumem.measuring.jobs.run import FinishedJob, failure, reporting_to, run_job
 from tests.jobs.mapped import maps_torch

@@ -20,13 +20,8 @@ import pytest
 from pytest_gpumem import __version__
 from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.control import answer_line, listen
-from pytest_gpumem.emulating.emulated_process.usage import (
-    SEEN,
-    DeviceUsage,
-    ProcessIdentity,
-    ProcessUsage,
-    usage_text,
-)
+from pytest_gpumem.emulating.emulated_process.marks import SEEN
+from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage, usage_text
 from pytest_gpumem.measuring.jobs import windows as windows_module
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows, WindowUsage, first_live, joined
 
@@ -539,7 +534,7 @@ def test_folders_of_killed_sessions_are_removed_after_a_day_and_others_are_left(
 def test_in_a_fork_of_pytest_the_processes_with_torch_are_not_counted(windows):
     """As in a test under pytest-forked: a server of a fixture, and a process that the test starts."""
     code = (
-        "import pathlib, sys; from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting; "
+        "import pathlib, sys; from pytest_gpumem.emulating.emulated_process.marks import mark_as_reporting; "
         "mark_as_reporting(pathlib.Path(sys.argv[1])); print(1, flush=True); input()"
     )
 

@@ -220,7 +220,7 @@ def record_if_told_to(
                 raise
 
     if seconds:
-        from pytest_gpumem.emulating.emulated_process.usage import mark_as_reporting, unmark_as_reporting
+        from pytest_gpumem.emulating.emulated_process.marks import mark_as_reporting, unmark_as_reporting
 
         mark_as_reporting(Path(folder))
         # A process without CUDA, or without tensors on the CPU, does not load the recorder.
@@ -240,7 +240,7 @@ def _count_on_cpu(
     """Count this process's allocations on the CPU, and call ``record`` at the first one. Processes that cannot count say so."""
     from pytest_gpumem.base.errors import MeasuringError
     from pytest_gpumem.emulating.emulated_process.cpu_statistics import CpuStatistics
-    from pytest_gpumem.emulating.emulated_process.usage import mark_as_uncounted
+    from pytest_gpumem.emulating.emulated_process.marks import mark_as_uncounted
 
     try:
         counting = CpuStatistics(library)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from pytest_gpumem.base.errors import MeasuringError
+from pytest_gpumem.emulating.emulated_process.allocation_counter import AllocationCounter
 from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory, joined_traces
 from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
 from pytest_gpumem.emulating.emulated_process.running_modules import RunningModules, module_paths
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE, is_workspace, origin_of, stack_of
-from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks
-from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+from pytest_gpumem.emulating.emulated_process.usage import Recorded, RecordedBlocks, Workspaces
 from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
 from pytest_gpumem.torch_support.holders import holders_of
 from pytest_gpumem.torch_support.private_api.allocator import (
@@ -133,7 +133,7 @@ class CudaHistory:
         if library is not None:
             with suppress(MeasuringError):
                 CudaReports(library)
-                self._nodes = CounterHistory(library)
+                self._nodes = CounterHistory(AllocationCounter(library))
         self._entered = ExitStack()
         self._notes_backward = False
 

@@ -16,7 +16,8 @@ import struct
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from pytest_gpumem.emulating.emulated_process.usage import InvalidReport, is_own, usage_from, usage_text
+from pytest_gpumem.emulating.emulated_process.marks import is_own
+from pytest_gpumem.emulating.emulated_process.usage import InvalidReport, usage_from, usage_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pytest_gpumem.base.errors import MeasuringError
 from pytest_gpumem.emulating.emulated_process.stacks import CREATED_NODE
 from pytest_gpumem.torch_support.private_api.autograd import backward_runs
 from pytest_gpumem.torch_support.private_api.autograd_nodes import (
@@ -37,21 +36,9 @@ from pytest_gpumem.torch_support.private_api.tensor_creation import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from pytest_gpumem.emulating.emulated_process.allocation_counter import AllocationCounter
     from pytest_gpumem.torch_support.private_api.tensor_creation import NewTensor
 
-_PYTHON = (
-    "PyGILState_Ensure",
-    "PyGILState_Release",
-    "PyErr_Fetch",
-    "PyErr_Restore",
-    "PyEval_GetFrame",
-    "PyFrame_GetBack",
-    "PyFrame_GetCode",
-    "PyFrame_GetLineNumber",
-    "Py_IncRef",
-    "Py_DecRef",
-)
-"""The library calls Python by these functions from Python's documented interface."""
 BEGAN_BACKWARD, ENDED_BACKWARD = "began backward", "ended backward"
 _ACTIONS = ("free_completed", "alloc", CREATED_NODE, BEGAN_BACKWARD, ENDED_BACKWARD)
 """The entries' actions by the library's numbers for them."""
@@ -95,25 +82,14 @@ class _Autograd(ctypes.Structure):
 
 
 class CounterHistory:
-    """The history that the library records in this process.
+    """The history that the library of a counter records in this process."""
 
-    Args:
-        library: The path of the compiled library.
-
-    Raises:
-        MeasuringError: The library cannot be loaded. The message is a clause.
-    """
-
-    def __init__(self, library: str) -> None:
-        try:
-            self.library = ctypes.CDLL(library)
-            self._with_lock = ctypes.PyDLL(library)
-            """The same library, called with Python's lock."""
-        except OSError as error:
-            raise MeasuringError(f"the counter of allocations cannot be loaded: {error}") from None
-        pointers = [ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p) for name in _PYTHON]
-        self.library.counter_note.argtypes = [ctypes.c_int64]
-        self.is_prepared = bool(self.library.counter_prepare((ctypes.c_void_p * len(pointers))(*pointers)))
+    def __init__(self, counter: AllocationCounter) -> None:
+        self._counter = counter
+        self._library = counter.library
+        self._library.counter_note.argtypes = [ctypes.c_int64]
+        self._with_lock = ctypes.PyDLL(counter.path)
+        """The same library, called with Python's lock."""
         self._passes = itertools.count()
         self.knows_passes = True
         """False if a backward pass already ran when the recording started."""
@@ -124,31 +100,31 @@ class CounterHistory:
         """Start a new recording with room for ``most_entries``. Unknown nodes and tensors are left out."""
         functions = node_functions()
         if functions is not None:
-            self.library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
+            self._library.counter_watch_nodes(ctypes.byref(_Autograd(*functions)), NEXT_NUMBER.encode())
         addresses = creation_functions()
         if addresses is not None:
             names = [name.encode() for name in CREATION_FUNCTIONS]
-            self.library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
+            self._library.counter_watch_tensors((ctypes.c_void_p * 2)(*addresses), (ctypes.c_char_p * 2)(*names))
             if self._sees_tensors():
-                self.library.counter_trust_shapes()
+                self._library.counter_trust_shapes()
         self._with_lock.counter_record(ctypes.c_size_t(most_entries))
         self.knows_passes = not backward_runs()
 
     def _sees_tensors(self) -> bool:
         """Return whether the dtypes and shapes of test tensors are seen correctly."""
         seen = (ctypes.c_int64 * 3)()
-        self.library.counter_test_shapes(seen)
+        self._library.counter_test_shapes(seen)
         try:
             with beneath_modes():  # the program's modes must not see these tensors
                 return all(new_tensor(seen[0], seen[1:]) == tensor for tensor in tensors_without_memory())
         except Exception:  # noqa: BLE001 -- the program may change how torch creates tensors
             return False
         finally:
-            self.library.counter_test_shapes(None)
+            self._library.counter_test_shapes(None)
 
     def stop(self) -> None:
         """Stop recording. The history stays, because another thread may read it."""
-        self.library.counter_stop_recording()
+        self._library.counter_stop_recording()
 
     def delete(self) -> None:
         """Stop recording, and delete the history. Nobody may read it meanwhile."""
@@ -156,11 +132,11 @@ class CounterHistory:
 
     def stop_calls(self) -> None:
         """Call Python no more, because it ends."""
-        self.library.counter_stop_calls()
+        self._counter.stop_calls()
 
     def note(self, text: str) -> None:
         """Let the history show a text as ``user_metadata`` at each further entry from this thread."""
-        self.library.counter_note(self._notes.setdefault(text, len(self._notes)))
+        self._library.counter_note(self._notes.setdefault(text, len(self._notes)))
 
     @contextmanager
     def backward(self, _roots: object = None) -> Iterator[None]:
@@ -175,19 +151,6 @@ class CounterHistory:
     def _note_backward(self, action: str, number: ctypes.c_size_t) -> None:
         self._with_lock.counter_note_backward(ctypes.c_int64(_ACTIONS.index(action)), number)
 
-    def figures(self) -> tuple[int, int, int, int]:
-        """Return the live bytes, the peak and the number of allocations on the CPU, and 1 if the history lacks entries."""
-        figures = (ctypes.c_int64 * 4)()
-        self.library.counter_read(figures)
-        live, peak, allocations, is_cut = figures
-        return live, peak, allocations, is_cut
-
-    def live_blocks(self) -> int:
-        """Count the live blocks on the CPU."""
-        counts = (ctypes.c_size_t * 2)()
-        self.library.counter_copy(None, None, 0, counts)
-        return counts[1]
-
     def recorded(self) -> tuple[list[dict[str, Any]], dict[int, int]] | None:
         """Return all entries, and the bytes of each live block on the CPU by address. ``None`` if the history lacks entries."""
         counts = (ctypes.c_size_t * 2)()
@@ -195,8 +158,8 @@ class CounterHistory:
         while not most or max(counts) > most:  # other threads may allocate in the meantime
             most = max(1, *counts) * 2
             events, alive = (_Event * most)(), (_Block * most)()
-            self.library.counter_copy(events, alive, most, counts)
-        if self.figures()[3]:
+            self._library.counter_copy(events, alive, most, counts)
+        if self._counter.figures().is_cut:
             return None
         notes = {number: text for text, number in list(self._notes.items())}
         stacks: dict[bytes, list[dict[str, Any]]] = {}

@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import sys
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pytest_gpumem.base.errors import MeasuringError
-from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
+from pytest_gpumem.emulating.emulated_process.allocation_counter import AllocationCounter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
-    from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
+    from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
+    from pytest_gpumem.emulating.emulated_process.usage import Workspaces
 
 _TEST_BYTES = 4096
 MOST_ENTRIES = 3 * 2**17
@@ -62,11 +64,11 @@ class CpuStatistics:
         Raises:
             MeasuringError: The library does not count here. The message is a clause.
         """
-        self._recording = CounterHistory(library)
-        self._library = self._recording.library
+        self._counter = AllocationCounter(library)
+        self._library = self._counter.library
         self._begin: Any = _BEGIN()
         torch.set_num_threads(1)
-        is_found = self._recording.is_prepared and self._library.counter_install()
+        is_found = self._counter.is_prepared and self._library.counter_install()
         self._library.counter_begin(None)  # a session within a measured process has forks that count for the session
         if not is_found or not self._counts():
             raise MeasuringError(
@@ -75,12 +77,19 @@ class CpuStatistics:
 
     def _counts(self) -> bool:
         """Return whether a test allocation is counted exactly."""
-        before = self._recording.figures()
+        before = self._counter.figures()
         storage = torch.UntypedStorage(_TEST_BYTES)  # type: ignore[no-untyped-call]
-        during = self._recording.figures()
+        during = self._counter.figures()
         del storage
-        after = self._recording.figures()
-        return (during[0] - before[0], during[2] - before[2], after[0] - before[0]) == (_TEST_BYTES, 1, 0)
+        changes = during.live - before.live, during.allocations - before.allocations
+        return changes == (_TEST_BYTES, 1) and self._counter.figures().live == before.live
+
+    @cached_property
+    def _recording(self) -> CounterHistory:
+        # Few processes record, and the module takes 7 ms.
+        from pytest_gpumem.emulating.emulated_process.counter_history import CounterHistory
+
+        return CounterHistory(self._counter)
 
     def when_it_begins(self, call: Callable[[], None]) -> None:
         """Call a function after this process's first allocation from now on, and after the first one in each fork."""
@@ -89,7 +98,7 @@ class CpuStatistics:
 
     def stop_calls(self) -> None:
         """Call no function any more, because Python ends."""
-        self._recording.stop_calls()
+        self._counter.stop_calls()
 
     def devices(self) -> range:
         """Return the devices' numbers. There is one CPU."""
@@ -97,13 +106,13 @@ class CpuStatistics:
 
     def statistics(self, _device: int) -> Mapping[str, Any]:
         """Return statistics in the form of those that torch keeps for a GPU."""
-        live, peak, allocations, _ = self._recording.figures()
-        nbytes = {"all": {"current": live, "peak": peak}}
+        figures = self._counter.figures()
+        nbytes = {"all": {"current": figures.live, "peak": figures.peak}}
         return {
             "allocated_bytes": nbytes,
             "requested_bytes": nbytes,
             "active_bytes": nbytes,
-            "allocation": {"all": {"allocated": allocations}},
+            "allocation": {"all": {"allocated": figures.allocations}},
         }
 
     def reset(self, _device: int) -> None:
@@ -155,8 +164,8 @@ class CpuStatistics:
 
     def frees(self) -> list[int]:
         """Return the number of frees so far."""
-        live_blocks = self._recording.live_blocks()
-        return [self._recording.figures()[2] - live_blocks]
+        live_blocks = self._counter.live_blocks()
+        return [self._counter.figures().allocations - live_blocks]
 
     def history(self) -> tuple[list[list[dict[str, Any]]], dict[int, dict[int, int]]] | str:
         """Return the entries in the form of torch's snapshots of GPUs, and each live block's bytes by address.

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pytest_gpumem.base.units import format_bytes
-from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks, keeps_statistics
+from pytest_gpumem.emulating.emulated_process.cuda_statistics import CudaStatistics, keeps_statistics
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
 from pytest_gpumem.emulating.emulation.load import current_emulation
 from pytest_gpumem.emulating.host_values.scope import current
 from pytest_gpumem.torch_support.private_api.allocator import cuda_snapshot, start_cuda_history, when_cuda_begins
@@ -98,7 +99,7 @@ def print_at_exit(*, is_quiet: bool) -> None:
 
 
 def _begin(is_quiet: bool) -> None:
-    peaks = KeptPeaks()
+    peaks = KeptPeaks(CudaStatistics())
     peaks.begin()
     atexit.register(_print_doubts, peaks)
     if not is_quiet:

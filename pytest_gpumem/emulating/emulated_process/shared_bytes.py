@@ -16,9 +16,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from pytest_gpumem.base.errors import MeasuringError
-from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 from pytest_gpumem.emulating.emulated_process.cuda_reports import CudaReports
-from pytest_gpumem.emulating.emulated_process.usage import opened_if_own
+from pytest_gpumem.emulating.emulated_process.marks import opened_if_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +72,10 @@ class SharedBytes:
         """Make the file in a folder that only this user can open."""
         self._table: int | None = None
         self._own: tuple[str, tuple[int, ...]] | None = None
+        from pytest_gpumem.emulating.emulated_process.counter_library import (
+            counter_library,  # other processes need no compiler
+        )
+
         library = counter_library()
         if isinstance(library, str):
             return

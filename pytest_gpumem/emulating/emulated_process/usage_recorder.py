@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from pytest_gpumem.emulating.emulated_process.exit_status import watch_exit
-from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
-from pytest_gpumem.emulating.emulated_process.kept_peaks import CudaStatistics, KeptPeaks
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
+from pytest_gpumem.emulating.emulated_process.marks import bytes_of, is_own, words_of
 from pytest_gpumem.emulating.emulated_process.shared_bytes import PublishedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     RECORD,
@@ -28,17 +28,14 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     OutOfMemory,
     ProcessIdentity,
     ProcessUsage,
-    bytes_of,
-    is_own,
+    Workspaces,
     local_rank_in,
     no_kernels,
     rank_in,
     ticks_now,
-    words_of,
     write_usage,
 )
 from pytest_gpumem.emulating.emulated_process.usage_thread import start_reporting
-from pytest_gpumem.emulating.emulated_process.workspaces import Workspaces
 from pytest_gpumem.torch_support.private_api.allocator import (
     expandable_segments_are_on,
     observe_out_of_memory,
@@ -49,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
+    from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
     from pytest_gpumem.emulating.emulated_process.kept_peaks import Statistics
     from pytest_gpumem.emulating.emulated_process.usage import Recorded
 
@@ -104,7 +102,7 @@ class _Recorder:
     ) -> None:
         self._folder = folder
         self._library = library
-        self._source: Statistics = source or CudaStatistics()
+        self._source = source or _of_cuda()
         self._has_sigterm = has_sigterm
         self._command = command
         self._seconds = seconds
@@ -135,6 +133,8 @@ class _Recorder:
         self._write(None)
         if self._source.device_type == "cuda" and self._source.is_kept:
             observe_out_of_memory(self._out_of_memory)
+            from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
+
             self._backward = BackwardWatch()
         watch_exit(self._library, self._folder, self._report_name())
         os._exit = self._ending(os._exit, takes_status=True)
@@ -314,6 +314,14 @@ class _Recorder:
     def _live(self, device: int) -> int:
         """Return the requested bytes in tensors, without known workspaces."""
         return self._peaks.live(device) - self._workspaces.get(device, Workspaces()).total
+
+
+def _of_cuda() -> Statistics:
+    from pytest_gpumem.emulating.emulated_process.cuda_statistics import (
+        CudaStatistics,  # a CPU's process needs none of it
+    )
+
+    return CudaStatistics()
 
 
 def _doubts(allocated: Mapping[int, int]) -> dict[str, str | None]:

@@ -7,29 +7,15 @@ decides how many workspaces a server with several threads has. A workspace takes
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import NamedTuple
 
 import torch
 
+from pytest_gpumem.emulating.emulated_process.usage import Workspaces
 from pytest_gpumem.torch_support.garbage_collector import is_heap_frozen
 from pytest_gpumem.torch_support.private_api.allocator import cublas_workspace_sizes, cuda_snapshot
 from pytest_gpumem.torch_support.private_api.tensors import data_address
 from pytest_gpumem.torch_support.reachability import alive
 from pytest_gpumem.torch_support.static_access import parts_of
-
-
-class Workspaces(NamedTuple):
-    """The workspaces on a GPU in bytes."""
-
-    total: int = 0
-    once: int = 0
-    """The bytes if a single thread multiplied matrices."""
-    addresses: frozenset[int] = frozenset()
-
-    @property
-    def by_chance(self) -> int:
-        """The bytes of workspaces that exist because threads ran at the same time."""
-        return self.total - self.once
 
 
 def workspaces() -> dict[int, Workspaces]:

@@ -149,9 +149,10 @@ class CudaDevice(Device):
     def peak_from_now_on(self) -> Iterator[Callable[[], Peak] | None]:
         import torch
 
+        from pytest_gpumem.emulating.emulated_process.cuda_statistics import CudaStatistics
         from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
 
-        peaks = KeptPeaks()
+        peaks = KeptPeaks(CudaStatistics())
         self.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 

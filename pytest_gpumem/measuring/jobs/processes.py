@@ -16,15 +16,8 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from pytest_gpumem.emulating.emulated_process.before_torch import USAGE
+from pytest_gpumem.emulating.emulated_process.marks import SEEN, bytes_of, mark_in, stack_start, text_of, words_of
 from pytest_gpumem.emulating.emulated_process.start import STARTUP
-from pytest_gpumem.emulating.emulated_process.usage import (
-    SEEN,
-    bytes_of,
-    mark_in,
-    stack_start,
-    text_of,
-    words_of,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,9 +20,10 @@ from pytest_gpumem.base.shown_command import shown_command
 from pytest_gpumem.emulating.emulated_process.before_torch import LIBRARY, LIVE, USAGE
 from pytest_gpumem.emulating.emulated_process.control import listen
 from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
+from pytest_gpumem.emulating.emulated_process.marks import UNCOUNTED, uncounted_in
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.start import with_startup
-from pytest_gpumem.emulating.emulated_process.usage import RECORD, UNCOUNTED, read_reports, uncounted_in
+from pytest_gpumem.emulating.emulated_process.usage import RECORD, read_reports
 from pytest_gpumem.measuring.jobs.figures import killed_in
 from pytest_gpumem.measuring.jobs.processes import JobProcesses, is_running
 from pytest_gpumem.torch_support.private_api.native_frames import naming_native_frames

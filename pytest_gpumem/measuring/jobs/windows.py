@@ -31,20 +31,15 @@ from pytest_gpumem.emulating.emulated_process.control import (
     request_line,
 )
 from pytest_gpumem.emulating.emulated_process.exit_status import status_file
+from pytest_gpumem.emulating.emulated_process.marks import SEEN, UNCOUNTED, bytes_of, mark_in, text_of, uncounted_in
 from pytest_gpumem.emulating.emulated_process.shared_bytes import SharedBytes
 from pytest_gpumem.emulating.emulated_process.usage import (
     MOST_BYTES,
     RECORD,
-    SEEN,
     TOO_LONG,
-    UNCOUNTED,
     InvalidReport,
-    bytes_of,
-    mark_in,
     read_reports,
-    text_of,
     ticks_now,
-    uncounted_in,
 )
 from pytest_gpumem.measuring.jobs.child_watch import ChildWatch
 from pytest_gpumem.measuring.jobs.figures import shown_process
