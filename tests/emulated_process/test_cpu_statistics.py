@@ -254,6 +254,26 @@ print([entry["tensor"] is None for entry in counting.history()[0][0]])
     assert printed == [f"[{is_swapped}]"]
 
 
+def test_a_process_that_changes_its_title_keeps_its_lines(run):
+    """vLLM's and Ray's processes do so. The C library names functions of the program by this title."""
+    printed = run("""
+import ctypes
+
+from pytest_gpumem.emulating.emulated_process.stacks import stack_of
+
+with open("/proc/self/stat") as file:
+    start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
+ctypes.memmove(start, b"ray::Model".ljust(end - start, b"\\0"), end - start)
+counting.start_history()
+kept = torch.ones(3)
+counting.stop_history()
+[[entry]], _ = counting.history()
+stack = stack_of(entry["frames"])
+print(stack.python[0][2], "_start" in stack.native)
+""")
+    assert printed == ["<module>", "True"]
+
+
 def test_a_recording_that_the_first_allocation_begins_has_its_block(run):
     printed = run("""
 counting.when_it_begins(counting.start_history)

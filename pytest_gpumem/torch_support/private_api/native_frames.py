@@ -129,7 +129,8 @@ def native_frame(address: int) -> dict[str, Any]:
     """Return the function at a return address as a frame, in the form of those in torch's history."""
     # A function may end with its last call, so the return address may be in the next function.
     file, name = symbol_at(address - 1)
-    return {"filename": file, "line": 0, "name": name}
+    # The C library names the program by its first word, which a process may change: `VLLM::EngineCore`.
+    return {"filename": file if is_library(file) else _UNKNOWN, "line": 0, "name": name}
 
 
 @cache
