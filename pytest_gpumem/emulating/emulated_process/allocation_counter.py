@@ -66,5 +66,5 @@ class AllocationCounter:
         return counts[1]
 
     def stop_calls(self) -> None:
-        """Call Python no more, because it ends."""
+        """Call Python no more, because Python ends."""
         self.library.counter_stop_calls()

@@ -1,6 +1,6 @@
-"""The exit status of a process, in a file beside its report.
+"""A process's exit status, in a file beside the report.
 
-Python runs its last functions before it tells anybody its exit status. So C writes the file at the very end of the process.
+Python's last functions cannot ask for the exit status. So C writes the file when the process ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def watch_exit(library: str | None, folder: Path, name: str) -> None:
     Nothing is written without the library, with another C library than glibc, or if ``os._exit`` or a signal ends the process.
 
     Args:
-        library: The path of the library with the counter of allocations.
-        folder: The folder of this process's report. It belongs to this user.
+        library: The path to the library that counts allocations.
+        folder: The folder with this process's report. The folder belongs to this user.
         name: The report's name without ``.json``.
     """
     with suppress(OSError, AttributeError):
@@ -33,12 +33,12 @@ def watch_exit(library: str | None, folder: Path, name: str) -> None:
 
 
 def status_file(report: Path) -> Path:
-    """Return the path of the file with the exit status of the process that wrote this report."""
+    """Return the path to the file with the exit status, for the process that wrote this report."""
     return report.with_suffix(_SUFFIX)
 
 
 def exit_status(report: Path) -> int | None:
-    """Return the exit status from the file beside a report; ``None`` without a file, or if it has no exit status."""
+    """Return the exit status from the file beside a report; ``None`` without such a file."""
     try:
         with status_file(report).open("rb") as file:
             text = file.read(_MOST_BYTES)

@@ -1,6 +1,6 @@
-"""Small files beside the reports, by which a process says that it reports, or why it cannot.
+"""Small files beside the reports: a process says there that its report will come, or why none will.
 
-Each process with torch loads this module, so it imports only what costs little.
+Each process with torch loads this module, so only small modules are imported here.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _write_mark(folder: Path, suffix: str, content: bytes) -> None:
 
 
 def mark_as_reporting(folder: Path) -> None:
-    """Write the command of this process, and of each fork, into a file in the folder. So the job knows that it reports."""
+    """Write the command of this process, and of each fork, into a file in the folder. So the job expects a report."""
 
     def mark() -> None:
         # The job may have ended, and its folder is removed then. Other systems than Linux have no ``/proc``, and there nobody
@@ -111,9 +111,9 @@ def mark_in(content: bytes) -> tuple[bytes, bytes]:
 
 
 def stack_start(stat: bytes) -> bytes:
-    """Return the address of a program's stack from ``/proc/<pid>/stat``. It is ``b"0"`` or empty if Linux does not tell it.
+    """Return the address of a program's stack from ``/proc/<pid>/stat``.
 
-    The address changes if the process runs another program by ``exec``. It stays if the program changes its own command, as
+    If Linux does not tell the address, this is ``b"0"`` or empty. The address changes if the process runs another program by ``exec``. It stays if the program changes its own command, as
     vLLM's processes do (``VLLM::EngineCore``).
     """
     fields = stat.rpartition(b")")[2].split()

@@ -246,7 +246,7 @@ class ProcessUsage:
     written: int = 0
     """Time of this report in the same ticks as `ProcessIdentity.started`. 0 if unknown."""
     status: int | None = None
-    """The exit status of an ended process, or the negative number of the signal that ended it. ``None`` if it is unknown."""
+    """An ended process's exit status, or the ending signal's negative number. ``None`` if unknown."""
 
 
 def ticks_now() -> int:

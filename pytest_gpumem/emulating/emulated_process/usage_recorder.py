@@ -275,7 +275,7 @@ class _Recorder:
             devices=tuple(self._of_device(device, blocks.get(device)) for device in used),
             times_out_of_memory=self._times,
             ran_out=self._ran_out,
-            # This asks for a snapshot of all blocks, which takes long. A measured job does not need it.
+            # A snapshot of all blocks takes long, and a measured job needs none.
             expandable=self._seconds is None and bool(used) and expandable_segments_are_on(),
             without_statistics=not self._source.is_kept,
             imported=tuple(self._imported),
@@ -395,7 +395,7 @@ def _installed() -> list[str]:
 
 def _programs_line() -> str:
     """Return the program's current line in this thread. In autograd's threads, return the main thread's current line."""
-    import sysconfig  # it takes 3 ms, and few processes run out of memory
+    import sysconfig  # takes 3 ms, and few processes run out of memory
 
     libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     main = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 -- documented
