@@ -113,8 +113,8 @@ def mark_in(content: bytes) -> tuple[bytes, bytes]:
 def stack_start(stat: bytes) -> bytes:
     """Return the address of a program's stack from ``/proc/<pid>/stat``.
 
-    If Linux does not tell the address, this is ``b"0"`` or empty. The address changes if the process runs another program by ``exec``. It stays if the program changes its own command, as
-    vLLM's processes do (``VLLM::EngineCore``).
+    If Linux does not tell the address, this is ``b"0"`` or empty. The address changes if the process runs another program by
+    ``exec``. It stays if the program changes its own command, as vLLM's processes do (``VLLM::EngineCore``).
     """
     fields = stat.rpartition(b")")[2].split()
     return fields[25] if len(fields) > 25 else b""
