@@ -195,10 +195,11 @@ def test_a_test_that_changes_the_visible_gpus_is_still_on_its_gpu(monkeypatch):
 
 def test_a_rank_from_another_launcher_than_the_tests_is_kept():
     """The test runs as a task of srun, and starts torchrun."""
-    inherited = replace(usage(1).process, rank_variable="SLURM_PROCID")
+    inherited = replace(usage(1).process, rank_variable="SLURM_PROCID", local_rank=1)
     environment = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
-    usages = without_rank_in(environment, (usage(0), usage(1), replace(usage(), process=inherited)))
+    usages = [*without_rank_in(environment, (usage(0), usage(1), replace(usage(), process=inherited)))]
     assert [entry.process.rank for entry in usages] == [0, 1, None]
+    assert usages[-1].process.local_rank is None
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,8 @@ def without_rank_in(environment: Mapping[str, str], usages: Iterable[ProcessUsag
     own_rank = rank_in(environment)
     for usage in usages:
         is_inherited = (usage.process.rank, usage.process.rank_variable) == own_rank
-        yield replace(usage, process=replace(usage.process, rank=None)) if is_inherited else usage
+        process = replace(usage.process, rank=None, local_rank=None) if is_inherited else usage.process
+        yield replace(usage, process=process)
 
 
 def check_processes(window: WindowUsage, device: Device, environment: Mapping[str, str]) -> None:
