@@ -295,12 +295,12 @@ class Gpumem:
         its end, even if it resets these peaks. Memory outside torch's allocator, such as a CUDA context, does not count. On
         the CPU, `peak_allocated` is the most bytes in tensors, and needs Linux and a C compiler.
 
-        The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank
-        1``. A process is called after its program, with its rank (``RANK``, or the variable from mpirun or srun) or a number
-        if several processes run the same program. The job's figure on a GPU is the largest sum of the peaks of processes that
-        ran at the same time. This sum is an upper bound, because the peaks may be at different times. A budget limits the most
-        bytes that the processes held at the same time, if they are known. If at least two ranks used a GPU, the job also has
-        `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
+        The job has a measurement, called ``launch`` by default, and so has each process, such as ``launch: train.py rank 1``.
+        A process is called after its program, with its rank (``RANK``, the variable from mpirun or srun, or ``LOCAL_RANK``)
+        or a number if several processes run the same program. The job's figure on a GPU is the largest sum of the peaks of
+        processes that ran at the same time. This sum is an upper bound, because the peaks may be at different times. A budget
+        limits the most bytes that the processes held at the same time, if they are known. If at least two ranks used a GPU,
+        the job also has `imbalance`. Budgets and baselines apply to all these measurements. They have no times.
 
         The test fails if its figures would be too low: if a process loads torch or CUDA without writing figures, is killed by
         SIGKILL or another signal that ends it at once, or still runs when the command has ended. A process writes no figures if

@@ -14,6 +14,7 @@ from pytest_gpumem.base.errors import JobError
 from pytest_gpumem.emulating.emulated_process.marks import SEEN
 from pytest_gpumem.emulating.emulated_process.usage import DeviceUsage, ProcessIdentity, ProcessUsage
 from pytest_gpumem.measuring.devices.cpu import CpuDevice
+from pytest_gpumem.measuring.jobs.figures import killed_text
 from pytest_gpumem.measuring.jobs.run import FinishedJob, failure, reporting_to, run_job
 from tests.jobs.mapped import maps_torch
 from tests.support.processes import wait_until_ended
@@ -111,28 +112,32 @@ def test_a_daemon_that_reports_is_told_to_run_and_not_to_be_killed(tmp_path):
     assert "killed" not in failure(["serve"], done)
 
 
+BEGIN = f"{TORCH}, ctypes, os, signal, sys, time; libc = ctypes.CDLL(None); allocate = lambda: torch.ones(5); "
 STATUSES = {
-    "pass": 0,
-    "sys.exit(3)": 3,
-    "sys.exit(260)": 4,
-    "raise ValueError": 1,
-    "os._exit(status=4)": 4,
-    "os.kill(os.getpid(), 15); time.sleep(60)": -15,
-    "os.execlp('sh', 'sh', '-c', 'exit 7')": None,
-    "os.abort()": None,
+    "allocate()": 0,
+    "allocate(); sys.exit(3)": 3,
+    "allocate(); sys.exit(260)": 4,
+    "allocate(); raise ValueError": 1,
+    "allocate(); os._exit(status=4)": 4,
+    "allocate(); os.kill(os.getpid(), 15); time.sleep(60)": -15,
+    "allocate(); os.kill(os.getpid(), 2); time.sleep(60)": -2,
+    "allocate(); libc.exit(3)": 3,
+    "libc.on_exit(libc.abort, None); allocate()": None,
+    "allocate(); os.execlp('sh', 'sh', '-c', 'exit 7')": None,
+    "allocate(); os.abort()": None,
 }
-"""The exit status of a process by its last line. If it runs another program or is killed by a signal, the status is unknown."""
+"""The exit status of a process by its code. If another program replaces it or a crash ends it, the status is unknown."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other processes are counted on Linux")
 def test_each_process_has_its_exit_status(tmp_path):
     code = "import subprocess, sys; [each.wait() for each in [subprocess.Popen([sys.executable, '-c', end]) for end in {}]]"
-    programs = [f"import os, sys, time, torch; kept = torch.ones(5); {end}" for end in STATUSES]
+    programs = [f"{BEGIN}{end}" for end in STATUSES]
     done = job(python("-c", code.format(programs)), tmp_path, **CpuDevice().variables_of_processes())
-    statuses = {
-        usage.process.command[-1].partition("; kept = torch.ones(5); ")[2]: usage.status for usage in done.usages
-    }
+    statuses = {usage.process.command[-1].removeprefix(BEGIN): usage.status for usage in done.usages}
     assert statuses == STATUSES
+    by_c = next(usage for usage in done.usages if "libc.exit" in usage.process.command[-1])
+    assert killed_text(by_c).startswith("ended with status 3 by `exit` in C code, before it could report its memory")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other processes are counted on Linux")

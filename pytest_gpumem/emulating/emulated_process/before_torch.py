@@ -109,6 +109,8 @@ class _BeforeTorch(TorchFinder):
         atexit.register(self._run_at_exit)
 
     def before_import(self) -> None:
+        if library := self._variables.get(LIBRARY):
+            _prepare_exit(library)
         if self.word is None:
             return
         from pytest_gpumem.emulating.emulation.gpus import emulated_gpu
@@ -232,6 +234,14 @@ def record_if_told_to(
             when_cuda_begins(record_or_be_unseen)
     else:
         record()
+
+
+def _prepare_exit(library: str) -> None:
+    try:
+        from pytest_gpumem.emulating.emulated_process.exit_status import prepare_exit
+    except ImportError:
+        return  # a job's process may run in another Python, without this package
+    prepare_exit(library)
 
 
 def _count_on_cpu(

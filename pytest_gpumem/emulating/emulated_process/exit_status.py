@@ -17,6 +17,12 @@ _SUFFIX = ".status"
 _MOST_BYTES = 16
 
 
+def prepare_exit(library: str) -> None:
+    """Get ready for `watch_exit`, before this process loads torch. ``library`` is the path of the same library."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(library).exit_prepare()
+
+
 def watch_exit(library: str | None, folder: Path, name: str) -> None:
     """Write this process's exit status into a file when the process ends.
 
@@ -29,7 +35,9 @@ def watch_exit(library: str | None, folder: Path, name: str) -> None:
     """
     with suppress(OSError, AttributeError):
         if library is not None:
-            ctypes.CDLL(library).exit_watch(os.fsencode(folder), f"{name}{_SUFFIX}".encode())
+            loaded = ctypes.CDLL(library)
+            loaded.exit_prepare()
+            loaded.exit_watch(os.fsencode(folder), f"{name}{_SUFFIX}".encode())
 
 
 def status_file(report: Path) -> Path:

@@ -72,9 +72,8 @@ class SharedBytes:
         """Make the file in a folder that only this user can open."""
         self._table: int | None = None
         self._own: tuple[str, tuple[int, ...]] | None = None
-        from pytest_gpumem.emulating.emulated_process.counter_library import (
-            counter_library,  # other processes need no compiler
-        )
+        # Other processes get the library's path, and need no compiler.
+        from pytest_gpumem.emulating.emulated_process.counter_library import counter_library
 
         library = counter_library()
         if isinstance(library, str):

@@ -283,7 +283,8 @@ def read_reports(folder: Path) -> Reports:
             if path.stat().st_size > MOST_BYTES:
                 raise InvalidReport(TOO_LONG)
             usage = usage_from(path.read_bytes())
-            usages[path] = usage if usage.status is not None else replace(usage, status=exit_status(path))
+            status = exit_status(path)
+            usages[path] = usage if status is None else replace(usage, status=status)
         except FileNotFoundError:
             continue  # the process has ended, and its folder is removed
         except (OSError, InvalidReport) as error:

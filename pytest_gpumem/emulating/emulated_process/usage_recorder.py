@@ -6,6 +6,7 @@ In a measured job, a thread also writes changed usage several times a second, so
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -247,6 +248,8 @@ class _Recorder:
 
     def end_with_python(self, status: int | None = None) -> None:
         """Write the usage of an ending process, and read no more stacks."""
+        if status is None and issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt):
+            status = -signal.SIGINT  # Python ends by this signal then, and calls no `exit`
         self.end(status)
         if self._blocks is not None:
             self._blocks.python_ends()
@@ -317,9 +320,8 @@ class _Recorder:
 
 
 def _of_cuda() -> Statistics:
-    from pytest_gpumem.emulating.emulated_process.cuda_statistics import (
-        CudaStatistics,  # a CPU's process needs none of it
-    )
+    # A process on the CPU loads none of this.
+    from pytest_gpumem.emulating.emulated_process.cuda_statistics import CudaStatistics
 
     return CudaStatistics()
 

@@ -34,13 +34,14 @@ class ProcessDetails:
     still_runs: bool = False
     """True if the process still ran after the call, region, step or command."""
     status: int | None = None
-    """The exit status of an ended process, or the negative number of the signal that ended it: -15 for SIGTERM.
+    """The exit status of an ended process; -15 after SIGTERM, and -2 after Ctrl-C (SIGINT).
 
-    ``None`` if it is unknown, for example on another system than Linux, or if the process still ran."""
+    ``None`` if the process still ran or the status is unknown: another program replaced the process (``exec``), or there is no
+    glibc or no C compiler."""
 
     @property
     def text(self) -> str:
-        """A clause: ``process 2 of 3: python -m vllm.entrypoints --port 8000, child of torchrun, still running``."""
+        """A clause: ``process 2 of 3: python -m vllm.entrypoints --port 8000, child of torchrun, ended with status 1``."""
         rank = [] if self.rank is None else [f"rank {self.rank}"]
         if self.local_rank not in (None, self.rank):
             rank.append(f"rank {self.local_rank} on its machine")
@@ -54,6 +55,6 @@ class ProcessDetails:
 
 
 def _end_of(status: int | None) -> str:
-    if not status:
+    if status is None:
         return ""
-    return f" with status {status}" if status > 0 else f" by {signal_name(-status)}"
+    return f" with status {status}" if status >= 0 else f" by {signal_name(-status)}"

@@ -358,14 +358,15 @@ def killed_in(usages: Iterable[ProcessUsage]) -> list[str]:
 
 
 def killed_text(usage: ProcessUsage) -> str:
-    """Return a clause about a killed process, with a lower bound for its peak, from its last report."""
+    """Return a clause about a process that was killed, or that C code ended, with a lower bound from its last report."""
     peak = max((device.allocated for device in usage.devices), default=0)
     bound = (
         f". Its peak was at least {format_bytes(peak)}, and may have been larger"
         if peak
         else ", so its peak is not known"
     )
-    return f"was killed before it could report its memory{bound}"
+    how = "was killed" if usage.status is None else f"ended with status {usage.status} by `exit` in C code,"
+    return f"{how} before it could report its memory{bound}"
 
 
 def _overlap(usage: ProcessUsage, at_start_of: ProcessUsage) -> bool:
@@ -468,7 +469,7 @@ def _details(usage: ProcessUsage, number: int, among: int, own_pid: int) -> Proc
         parent,
         process.rank,
         process.local_rank,
-        still_runs=usage.ended is None,
+        still_runs=usage.ended is None and usage.status is None,
         status=usage.status,
     )
 

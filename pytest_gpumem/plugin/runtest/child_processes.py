@@ -23,6 +23,7 @@ from pytest_gpumem.measuring.jobs.figures import (
     is_active,
     job_figures,
     killed_text,
+    program_name,
 )
 from pytest_gpumem.measuring.jobs.windows import ProcessWindows, Window, command_text
 from pytest_gpumem.measuring.measure.growth import WINDOW
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from pytest_gpumem.plugin.runtest.explaining import RunAgain
     from pytest_gpumem.plugin.runtest.judging import JudgedMeasurement
 
+_RAY_WORKER = "default_worker.py"
+"""The program of Ray's workers."""
 _POOL_WORKER = "PoolWorker-"
 """A part of the name that `multiprocessing.Pool` gives to a worker: ``SpawnPoolWorker-1``."""
 _OTHER_RANKS = "the other ranks would not run the code again with this rank"
@@ -281,12 +284,7 @@ def check_processes(window: WindowUsage, device: Device, environment: Mapping[st
     for sentence in (*window.unknown, *window.silent):
         raise MeasuringError(sentence)
     for usage in window.killed:
-        is_in_pool = _POOL_WORKER in usage.process.name
-        mend = "end its pool by close() and join()" if is_in_pool else "end it by terminate() and not by kill()"
-        raise MeasuringError(
-            f"`{command_text(usage)}` {killed_text(usage)}. If it was killed on purpose, {mend} instead. "
-            "Otherwise the system may have killed it because no memory was free"
-        )
+        raise MeasuringError(f"`{command_text(usage)}` {killed_text(usage)}. {_mend_of(usage)}")
     active = tuple(filter(is_active, window.usages))
     for usage in active:
         if usage.without_statistics:
@@ -294,6 +292,21 @@ def check_processes(window: WindowUsage, device: Device, environment: Mapping[st
     invalid = invalid_figures(active) if active else None
     if invalid is not None:
         raise MeasuringError(invalid)
+
+
+def _mend_of(killed: ProcessUsage) -> str:
+    """Return advice about a process that was killed, or that C code ended."""
+    if killed.status is not None:
+        return "Let it end by Python's sys.exit()"
+    if _POOL_WORKER in killed.process.name:
+        mend = "end its pool by close() and join() instead"
+    elif program_name(killed.process.command) == _RAY_WORKER:
+        mend = (
+            "delete the actor's last handle instead of ray.kill(), and call ray.shutdown() in a fixture after the test"
+        )
+    else:
+        mend = "end it by terminate() and not by kill() instead"
+    return f"If it was killed on purpose, {mend}. Otherwise the system may have killed it because no memory was free"
 
 
 def unmeasured_processes(window: WindowUsage, device: Device, environment: Mapping[str, str]) -> tuple[str, ...]:

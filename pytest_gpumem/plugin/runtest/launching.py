@@ -90,8 +90,8 @@ def launch(
             raise JobError(failure(words, job))
         if job.uncounted:
             raise CannotRun(f"gpumem.launch: `{job.uncounted[0][0]}` loads torch, and {job.uncounted[0][1]}")
-        # A job may set RANK for itself, and to the test's own rank by chance.
-        launchers = {name: value for name, value in os.environ.items() if name != "RANK"}
+        # A job may set these variables for itself, and to the test's own rank by chance.
+        launchers = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
         job = replace(job, usages=tuple(without_rank_in(launchers, job.usages)))
         devices = name_of_devices(run.device)
         figures = job_figures(job.usages, devices, simultaneous=job.simultaneous, own_pid=os.getpid())
@@ -151,7 +151,7 @@ def _check_ranks(ranks: int, job: FinishedJob, shown: str) -> None:
         without_rank = ", only a process without a rank" if None in used and not numbers else ""
         raise JobError(
             f"`{shown}` has ranks={ranks}, but no process with rank {' or '.join(missing)} used the device{without_rank}. "
-            "The rank is in the variable RANK, or in the variable from mpirun or srun"
+            "The rank is in the variable RANK or LOCAL_RANK, or in the variable from mpirun or srun"
         )
     if len(numbers) > ranks:
         raise JobError(f"`{shown}` has ranks={ranks}, but {len(numbers)} ranks used the device")

@@ -53,7 +53,7 @@ def run_shown(
         )
         shown.show_end()
         if status < 0:
-            write_lines(["", f"the signal {signal_name(-status)} ended the session, so no baselines were recorded"])
+            write_lines(["", f"{signal_name(-status)} ended the session, so no baselines were recorded"])
         results = read_report(report).results if report.exists() else ()
     return status, [result.verdict for result in results]
 

@@ -960,16 +960,19 @@ static void write_status(int status, void *unused) {
         close(folder);
 }
 
-/* Write this process's exit status into a new file when it calls `exit`, as Python does at its end. Return 0 if that is not
-   possible. */
-int exit_watch(const char *folder, const char *name) {
-    static int is_watching;
+/* Be called when this process calls `exit`, as Python does at its end. The destructors of libraries that were loaded before run
+   afterwards, and may crash. So this comes before torch is loaded. */
+void exit_prepare(void) {
+    static int is_prepared;
+    is_prepared = is_prepared || !on_exit(write_status, NULL);
+}
+
+/* Write this process's exit status into a new file in a folder. */
+void exit_watch(const char *folder, const char *name) {
     if (strlen(folder) >= sizeof status_file.folder || strlen(name) >= sizeof status_file.name)
-        return 0;
+        return;
     strcpy(status_file.folder, folder);
     strcpy(status_file.name, name);
     status_file.process = getpid();
-    is_watching = is_watching || !on_exit(write_status, NULL);
-    return is_watching;
 }
 #endif
