@@ -1,4 +1,4 @@
-"""Processes that a library starts by a program of its own: actors of Ray, and ranks of Lightning."""
+"""Processes that a library starts by a program of its own: actors of Ray, and ranks that have only LOCAL_RANK."""
 
 from __future__ import annotations
 
@@ -146,3 +146,24 @@ def test_ranks_that_lightning_starts_are_ranks_and_their_imbalance_is_named(tmp_
     assert re.search(r"imbalance over ranks +1\.00 +\d\.\d\d .*regressed", planted.stdout), planted.stdout
     assert "train.py rank 1 has the largest peak of all ranks" in planted.stdout
     assert "In launch: train.py rank 0" not in planted.stdout
+
+
+JOB = """
+import os
+import subprocess
+import sys
+
+program = "import torch; kept = torch.ones(1000)"
+for rank in range(2):
+    environment = {**os.environ, "LOCAL_RANK": str(rank)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+"""
+
+
+def test_a_job_may_set_the_local_rank_that_the_session_has(tmp_path):
+    (tmp_path / "train.py").write_text(JOB, encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(LAUNCHED, encoding="utf-8")
+    launched = CpuSessions(tmp_path).pytest("--junit-xml=report.xml", "--gpumem-explain=never", LOCAL_RANK="0")
+    assert launched.returncode == 0, launched.stdout
+    ranks = {f"launch: python -c rank {rank}.peak_allocated": 4000 for rank in range(2)}
+    assert ranks.items() <= figures_of(tmp_path / "report.xml")["test_training"].items()
