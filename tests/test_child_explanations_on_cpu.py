@@ -120,7 +120,7 @@ def state_of(pid):
 
 
 def test_the_process_of_a_load_is_explained_and_the_process_of_a_region_says_why_not(session, tmp_path):
-    recorded = session(SERVER, LOADING_TEST, "--gpumem-update=new")
+    recorded = session(SERVER, LOADING_TEST, "--gpumem-update=new", "--gpumem-explain=never")
     assert recorded.returncode == 0, recorded.stdout
     (tmp_path / "pids").unlink()
     leaking = session(SERVER, LOADING_TEST, "--gpumem-baseline", LEAK="1")

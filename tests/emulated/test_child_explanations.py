@@ -248,7 +248,7 @@ KEPT = r"6 x float32\[1024, 256\]"
 
 def retained_by_a_leak(session, *arguments, **variables):
     """Return the explanation of retained bytes in a session with a leak."""
-    recorded = session(*arguments, "--gpumem-update=new", **variables)
+    recorded = session(*arguments, "--gpumem-update=new", "--gpumem-explain=never", **variables)
     assert recorded.returncode == 0, recorded.stdout
     leaking = session(*arguments, "--gpumem-baseline", LEAK="1", **variables)
     assert leaking.returncode == 1, leaking.stdout
