@@ -86,9 +86,10 @@ take(2)
 
 def test_peaks_that_are_kept_survive_the_programs_resets_until_they_restart(on_gpu):
     printed = on_gpu("""
-from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks
+from pytest_gpumem.emulating.emulated_process.cuda_statistics import CudaStatistics
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
 torch.cuda.init()
-kept = KeptPeaks()
+kept = KeptPeaks(CudaStatistics())
 kept.begin()
 
 
@@ -122,11 +123,12 @@ print(kept.allocated[0], kept.requested[0])
 def test_a_freed_block_that_waits_for_another_stream_is_not_live(on_gpu):
     """The allocator counts it as requested until the next allocation, and it would look like a leak."""
     printed = on_gpu("""
-from pytest_gpumem.emulating.emulated_process.peaks import KeptPeaks
+from pytest_gpumem.emulating.emulated_process.cuda_statistics import CudaStatistics
+from pytest_gpumem.emulating.emulated_process.kept_peaks import KeptPeaks
 kept = torch.ones(10, device="cuda")
 freed = torch.ones(1 << 20, device="cuda")
 freed.record_stream(torch.cuda.Stream())
 del freed
-print(torch.cuda.memory_stats()["requested_bytes.all.current"], KeptPeaks().live(0))
+print(torch.cuda.memory_stats()["requested_bytes.all.current"], KeptPeaks(CudaStatistics()).live(0))
 """)
     assert printed.split() == [str((4 << 20) + 40), "40"]
