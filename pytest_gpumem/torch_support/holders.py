@@ -70,7 +70,7 @@ _OF_CONTAINERS = ("weakref", "collections")
 """Packages with container classes. Values in a container's attributes are shown as the container's elements."""
 
 
-def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
+def holders_of(blocks: Mapping[int, int], *, with_container: bool = False) -> dict[int, str]:
     """Find the holder that keeps each block alive, and return the paths to these holders.
 
     Example:
@@ -78,6 +78,8 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
 
     Args:
         blocks: Each block's size in bytes, by address.
+        with_container: If an attribute and a container hold a block, return both paths: ``Net.last, and Net.seen[...]``.
+            Without earlier runs nobody knows which of them grows.
 
     Returns:
         The paths by address. A path is empty if no holder was found. Only `MOST_TENSORS` blocks are examined. Another block
@@ -87,7 +89,7 @@ def holders_of(blocks: Mapping[int, int]) -> dict[int, str]:
         return {}
     sample = _sample_of(blocks)
     with everything_in_sight():
-        paths = _paths_to(_tensors_at(sample), sample)
+        paths = _paths_to(_tensors_at(sample), sample, with_container=with_container)
         lost = _without_holder(paths)
         if lost:
             for by, owners in ((GRAPH, graphs_that_save(lost)), (GRADIENT, _leaves_with_gradient_at(lost))):
@@ -108,9 +110,11 @@ def _without_holder(paths: Mapping[int, Sequence[_Path]]) -> set[int]:
     }
 
 
-def _paths_to(owners: dict[int, list[Any]], addresses: Collection[int]) -> dict[int, list[_Path]]:
+def _paths_to(
+    owners: dict[int, list[Any]], addresses: Collection[int], *, with_container: bool = False
+) -> dict[int, list[_Path]]:
     """Return the paths to each block's ``owners``, and empty the lists in ``owners``, which would keep the owners alive."""
-    search = _Search()
+    search = _Search(with_container=with_container)
     places = {address: [search.add(owner) for owner in block_owners] for address, block_owners in owners.items()}
     for block_owners in owners.values():
         block_owners.clear()
@@ -201,7 +205,7 @@ def _text_of(paths: Sequence[_Path]) -> str:
         return NO_OBJECT
     best = min(paths, key=lambda path: path.rank(is_object=True))
     if best.kind is _Kind.TOO_FAR:
-        return f"an object more than {HIGHEST} references away"
+        return f"an object more than {HIGHEST} references away, or a reference cycle"
     text = best.text()
     if best.by:
         return f"the {best.by} of {text}" if text else f"a tensor's {best.by}"
@@ -253,6 +257,8 @@ class _Path:
     """Texts for the elements in a function's closure or defaults, which are tuples."""
     by: str = ""
     """`GRAPH` or `GRADIENT` if the path leads to a tensor whose autograd graph or gradient is in the block."""
+    also: str = ""
+    """The path through a container that holds the block as well."""
 
     def rank(self, *, is_object: bool) -> tuple[object, ...]:
         """Return a sort key. The best path, usually the shortest, comes first. The objects' order in memory does not matter."""
@@ -297,7 +303,11 @@ class _Path:
 
     def text(self) -> str:
         shown = self.parts if len(self.parts) <= _LONGEST else (self.parts[0], "...", self.parts[-1])
-        return " -> ".join(shown)
+        return " -> ".join(shown) + (f", and {self.also}" if self.also else "")
+
+    @property
+    def in_container(self) -> bool:
+        return self.kind < _Kind.VARIABLE and any(part.endswith("[...]") for part in self.parts)
 
 
 class _Search:
@@ -311,7 +321,8 @@ class _Search:
     these as referrers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_container: bool = False) -> None:
+        self._with_container = with_container
         self._objects: list[Any] = []
         self._places: dict[int, int] = {}
         self._in_use = _variables_in_use()
@@ -346,7 +357,10 @@ class _Search:
                 above.setdefault(place, []).append(holder)
         for place in places:
             candidates[place] += self._beginning_at(place, height)
-        open_ended = [place for place in above if not any(self._is_enough(path, place) for path in candidates[place])]
+        all_ways = self._with_container and not height
+        open_ended = [
+            place for place in above if all_ways or not any(self._is_enough(path, place) for path in candidates[place])
+        ]
         holders = Counter(holder for place in open_ended for holder in above[place])
         if holders:
             holder_paths = self.paths_of(sorted(holders, key=lambda holder: (-holders[holder], holder)), height + 1)
@@ -365,7 +379,11 @@ class _Search:
 
     def _best(self, place: int, paths: list[_Path], height: int) -> _Path:
         is_object = height > 0 and self._is_object(place)
-        return min(paths, key=lambda path: path.rank(is_object=is_object))
+        in_order = sorted(paths, key=lambda path: path.rank(is_object=is_object))
+        best = in_order[0]
+        if height or not self._with_container or best.kind >= _Kind.VARIABLE or best.in_container:
+            return best
+        return replace(best, also=next((path.text() for path in in_order if path.in_container), ""))
 
     def _is_enough(self, path: _Path, place: int) -> bool:
         return path.kind is _Kind.ROOT or (path.kind is _Kind.IN_USE and self._is_object(place))

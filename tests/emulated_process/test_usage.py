@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -30,6 +31,7 @@ from pytest_gpumem.emulating.emulated_process.usage import (
     read_usages,
     write_usage,
 )
+from pytest_gpumem.emulating.emulated_process.usage_recorder import name_of_process
 
 BLOCKS = RecordedBlocks(
     8, 2, "parameter", "fc", "float32[1]", (("/srv/serve.py", 9, "ask"), ("/srv/serve.py", 20, "main"))
@@ -208,3 +210,20 @@ def test_the_mark_of_a_command_that_is_not_utf_8_can_be_read(tmp_path, monkeypat
     monkeypatch.setattr("sys.orig_argv", ["python", "caf\udce9.py"])
     mark_as_uncounted(tmp_path, "no counter")
     assert uncounted_in(tmp_path / f"{os.getpid()}{UNCOUNTED}") == ("python 'caf\\udce9.py'", "no counter")
+
+
+class Encoder(multiprocessing.get_context("spawn").Process):
+    """A program's own class of processes."""
+
+
+@pytest.mark.parametrize(
+    ("process", "name"),
+    [
+        (Encoder(), "Encoder"),
+        (Encoder(name="Encoder"), "Encoder"),
+        (Encoder(name="worker-3"), "worker-3"),
+        (multiprocessing.get_context("spawn").Process(name="SpawnProcess-3"), "SpawnProcess-3"),
+    ],
+)
+def test_a_process_is_called_after_its_class_without_pythons_number(process, name):
+    assert name_of_process(process) == name

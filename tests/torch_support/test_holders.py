@@ -82,6 +82,17 @@ def test_an_attribute_and_an_element_of_one_are_told_by_the_objects_class(frozen
         gc.unfreeze()
 
 
+def test_a_container_is_told_beside_an_attribute_if_both_hold_the_tensor():
+    """A server's `last` is replaced by each request, and its list grows."""
+    net = Net()
+    net.last = torch.ones(4)
+    blocks = {address(net.last): 16}
+    assert [*holders_of(blocks, with_container=True).values()] == ["Net.last"]
+    net.seen.append({"x": (net.last,)})
+    assert [*holders_of(blocks).values()] == ["Net.last"]
+    assert [*holders_of(blocks, with_container=True).values()] == ["Net.last, and Net.seen[...]"]
+
+
 def test_a_view_is_kept_like_the_tensor():
     net = Net()
     net.seen = collections.deque([torch.ones(4, 4)[1]])
@@ -315,7 +326,7 @@ def test_a_holder_that_is_too_far_away_is_said(registry):
         nest = [nest]
     registry["far"] = nest
     kept = address(kept)
-    assert told({kept}) == (f"an object more than {HIGHEST} references away",)
+    assert told({kept}) == (f"an object more than {HIGHEST} references away, or a reference cycle",)
 
 
 def test_the_shortest_path_wins_whichever_was_there_first(registry):

@@ -344,7 +344,7 @@ def retained_holders(
     if is_heap_frozen() or _has_many_objects():
         return {}
     with suppress(Exception):  # other threads change the program's objects meanwhile
-        holders = {device: holders_of(by_address) for device, by_address in blocks.items()}
+        holders = {device: holders_of(by_address, with_container=True) for device, by_address in blocks.items()}
         # After a free in another thread, a block may be gone, and its address may belong to another tensor.
         return holders if are_live() else {}
     return {}

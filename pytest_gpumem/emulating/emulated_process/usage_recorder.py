@@ -6,6 +6,7 @@ In a measured job, a thread also writes changed usage several times a second, so
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -45,6 +46,7 @@ from pytest_gpumem.torch_support.private_api.allocator import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from multiprocessing.process import BaseProcess
 
     from pytest_gpumem.emulating.emulated_process.block_recorder import BlockRecorder
     from pytest_gpumem.emulating.emulated_process.gradient_graphs import BackwardWatch
@@ -351,7 +353,7 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
     rank, rank_variable = rank_in(os.environ)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     multiprocessing = sys.modules.get("multiprocessing.process")
-    name = "" if multiprocessing is None else str(multiprocessing.current_process().name)
+    name = "" if multiprocessing is None else name_of_process(multiprocessing.current_process())
     parent_pid = os.getppid()
     return ProcessIdentity(
         pid=os.getpid(),
@@ -365,6 +367,17 @@ def process_identity(command: tuple[str, ...]) -> ProcessIdentity:
         parent=_command_of(parent_pid),
         parent_pid=parent_pid,
     )
+
+
+def name_of_process(process: BaseProcess) -> str:
+    """Return a process's name from `multiprocessing`: ``Encoder`` for the process ``Encoder-3`` from a class ``Encoder``.
+
+    Python counts the processes since the session's start, so such a number is another one in each run. Only the names of
+    Python's own classes keep it, which no measurement is called after.
+    """
+    kind, name = type(process), str(process.name)
+    is_own = kind.__module__.partition(".")[0] != "multiprocessing"
+    return kind.__name__ if is_own and re.fullmatch(rf"{re.escape(kind.__name__)}-[\d:]+", name) else name
 
 
 def _command_of(pid: int) -> tuple[str, ...]:
