@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.1
 _MOST_SHARE = 0.05
-"""The thread spends at most this share of its time on looks. A look at a single child takes 0.5 ms."""
+"""The thread spends at most this share of its time on looks, if pauses of `_LONGEST_PAUSE` allow that. A look at a single child
+takes 0.5 ms."""
+_LONGEST_PAUSE = 0.4
+"""Seconds. Two looks are needed at a process that does not report."""
 
 
 class ChildWatch(PausingThread):
@@ -76,7 +79,7 @@ class ChildWatch(PausingThread):
         while not self.is_over.wait(pause):
             begin = time.thread_time()
             self._look()
-            pause = max(_LOOK_SECONDS, (time.thread_time() - begin) / _MOST_SHARE)
+            pause = min(_LONGEST_PAUSE, max(_LOOK_SECONDS, (time.thread_time() - begin) / _MOST_SHARE))
 
     def _look(self) -> None:
         if not self._processes.is_running() and not _has_children():
