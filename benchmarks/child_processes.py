@@ -209,8 +209,9 @@ def compare_starts(starts: int, environment: dict[str, str], device: str) -> lis
     plain = {name: value for name, value in environment.items() if not name.startswith(unset)}
     claims = []
     with tempfile.TemporaryDirectory() as name:
-        further = reporting_to(Path(name), plain) | (CpuDevice().variables_of_processes() if device == "cpu" else {})
-        environments = {"reporting": {**plain, **further}, "not reporting": plain}
+        of_device = CpuDevice().variables_of_processes() if device == "cpu" else {}
+        reporting = {**plain, **reporting_to(Path(name), plain), **of_device}
+        environments = {"reporting": reporting, "not reporting": plain}
         for child, (code, limit) in STARTS.items():
             torch_code = IMPORT.format(code=code.format(device="cpu" if device == "cpu" else "cuda"))
             program = code if child == "without torch" else torch_code
